@@ -1,0 +1,70 @@
+"""The package: its name, what it needs and its command. Settings of tools live in pyproject.toml, exact pins in constraints-cpu.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+VERSION = re.search(r'^__version__ = "([^"]+)"$', (HERE / "megatron_rl" / "__init__.py").read_text("utf-8"), re.M).group(1)
+
+# Every lower bound is the version that the tests run with (constraints-cpu.txt repeats them as exact pins).
+BASE = [
+    "aiohttp>=3.14.5",
+    "math-verify>=0.9.0",
+    "megatron-core>=0.16.1",
+    "numpy>=2.4.6",
+    "omegaconf>=2.4.0",
+    "orjson>=3.13.0",
+    "plotly>=7.1.0",
+    "psutil>=7.2.2",  # used by Megatron's checkpoint writer as well, which does not declare it
+    "pyarrow>=26.0.1",
+    "pydantic>=2.14.4",
+    "pyyaml>=6.0.4",
+    "rich>=15.0.0",
+    "safetensors>=0.8.0",
+    "sympy>=1.14.0",
+    "tenacity>=9.2.1",
+    "tensorboard>=2.21.0",
+    "tokenizers>=0.23.3",
+    "torch>=2.13.0",
+    "tqdm>=4.70.1",
+    "transformers>=5.24.0",
+    "typer>=0.29.2",
+]
+
+EXTRAS = {
+    # The embedded generation server: transformers on the CPU behind SGLang's HTTP contract.
+    "cpu": ["fastapi>=0.165.0", "uvicorn>=0.54.0"],
+    # Transformer Engine and NVIDIA's Apex come with the NGC image. The `apex` on PyPI is another project: never list it.
+    "gpu": ["triton>=3.4"],
+    "mpi": ["mpi4py>=4.1"],
+    # The engine lives in a virtual environment of its own; this extra only records the version that the contract names.
+    "sglang": ["sglang==0.5.23"],
+    "wandb": ["wandb>=0.22"],
+    "dev": [
+        "hypothesis>=6.170",
+        "import-linter>=2.17",
+        "mypy>=2.4.1",
+        "py-spy>=0.4.3",
+        "pytest>=9.2.0",
+        "pytest-xdist>=3.8.0",
+        "ruff>=0.17.6",
+    ],
+}
+
+setup(
+    name="megatron-rl",
+    version=VERSION,
+    description="Reinforcement learning of language models: Megatron-Core training, SGLang generation, HTTP in between",
+    long_description=(HERE / "README.md").read_text("utf-8") if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.12",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl": ["py.typed", "**/*.jinja", "**/*.html", "**/*.css", "**/*.js"]},
+    install_requires=BASE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
+    zip_safe=False,
+)
