@@ -1,0 +1,29 @@
+"""Section `eval:`, held-out evaluation during the run."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from .base import Section
+
+
+class EvalConfig(Section):
+    """Sampled pass@k on held-out prompts, before the first step, every so many steps, and at the end."""
+
+    every: int = Field(0, ge=0)
+    """Steps between two evaluations; 0 = only before the first step and after the last."""
+    prompts: int = Field(256, ge=1)
+    """Held-out prompts used (the first so many)."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Samples per prompt, n of pass@k."""
+    ks: list[int] = Field(default_factory=lambda: [1])
+    """The k of pass@k; each at most samples_per_prompt."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 = greedy."""
+
+    @model_validator(mode="after")
+    def _ks(self) -> EvalConfig:
+        wrong = [k for k in self.ks if not 1 <= k <= self.samples_per_prompt]
+        if wrong:
+            raise ValueError(f"ks={self.ks}: {wrong} must lie in 1 .. samples_per_prompt={self.samples_per_prompt}")
+        return self

@@ -1,0 +1,99 @@
+"""Facts about a Hugging Face model, read from its config.json as plain JSON (no transformers import, milliseconds).
+
+Only reading; what Megatron-Core makes of the facts is in `policy/model.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .base import ConfigError
+
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """A decoder's shape, in Megatron-Core's words. `head_dim`, `ffn_hidden_size` etc. are counts of features."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    initializer_range: float
+    raw: dict[str, Any] = field(repr=False, compare=False)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the dense decoder (norm weights and biases of q, k, v included)."""
+        qkv = self.hidden_size * self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
+        bias = self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups) if self.qkv_bias else 0
+        out = self.num_attention_heads * self.head_dim * self.hidden_size
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        layer = qkv + bias + out + 3 * self.hidden_size * self.ffn_hidden_size + norms
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+
+def read_hf_config(path: str | Path) -> HfConfig:
+    """Read `path`/config.json.
+
+    Raises:
+        ConfigError: no such directory or file, not JSON, an unsupported model_type, or a missing key.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path={str(path)!r}: no {file.name} there; give a Hugging Face directory (config.json + *.safetensors)"
+        )
+    try:
+        raw = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}); copy the file from the model again") from error
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(f"{file}: model_type={model_type!r} is not supported; one of {', '.join(SUPPORTED_MODEL_TYPES)}")
+    try:
+        return _from_raw(raw)
+    except KeyError as error:
+        raise ConfigError(f"{file}: the key {error} is missing; copy the file from the model again") from error
+
+
+def _from_raw(raw: dict[str, Any]) -> HfConfig:
+    model_type = raw["model_type"]
+    heads = raw["num_attention_heads"]
+    rope = raw.get("rope_parameters") or {}  # transformers 5 keeps theta and scaling together here
+    scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+    return HfConfig(
+        model_type=model_type,
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        ffn_hidden_size=raw["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        vocab_size=raw["vocab_size"],
+        max_position_embeddings=raw["max_position_embeddings"],
+        rms_norm_eps=raw["rms_norm_eps"],
+        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_scaling=scaling,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
+        qk_norm=model_type == "qwen3",
+        initializer_range=raw.get("initializer_range", 0.02),
+        raw=raw,
+    )

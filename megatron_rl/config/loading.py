@@ -1,0 +1,123 @@
+"""From files and `section.key=value` words to a validated `Config`; every refusal is one plain `ConfigError`.
+
+YAML files may name a parent with `extends:` (relative to themselves). OmegaConf merges, pydantic validates.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from .base import ConfigError
+from .schema import Config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file with its parents, apply overrides, validate.
+
+    Raises:
+        ConfigError: unreadable file, circular `extends`, malformed override, unknown key (with the nearest valid
+            name), or a value that is not allowed. All problems found are listed.
+    """
+    merged = OmegaConf.merge(_read(Path(path), ()), _parse_overrides(overrides))
+    try:
+        values = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return validate(values)
+
+
+def validate(values: Any) -> Config:
+    """Validate plain nested values. Raises ConfigError that lists every problem."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(dict(e)) for e in error.errors()]
+        raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems)) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` of it gives the same `Config`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"extends: {' -> '.join(str(p) for p in (*seen, path))} goes in a circle; remove one `extends:`")
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file{_from(seen)}; see configs/ for examples") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path}: a mapping of sections is expected at the top, not a list")
+    parent = loaded.pop("extends", None)
+    if parent is None:
+        return loaded
+    return OmegaConf.merge(_read(path.parent / str(parent), (*seen, path)), loaded)  # type: ignore[return-value]
+
+
+def _from(seen: tuple[Path, ...]) -> str:
+    return f" (named by `extends:` in {seen[-1]})" if seen else ""
+
+
+def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
+    for word in overrides:
+        key, equals, _ = word.partition("=")
+        if not equals or not key.strip() or key.startswith("-"):
+            raise ConfigError(f"override {word!r}: write section.key=value, for example optimizer.lr=1e-6")
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"overrides {list(overrides)}: {error}") from error
+
+
+def _explain(error: dict[str, Any]) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location) or "(top)"
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_nearest(error['loc'])}"
+    if error["type"] == "missing":
+        return f"{key}: required, but not given; add it to the file or as {key}=..."
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key}={_short(error['input'])}: {message[0].lower() + message[1:]}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _nearest(location: tuple[Any, ...]) -> str:
+    """The closest valid name beside the unknown one, and the section that would know it, if another does."""
+    model: Any = Config
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        model = _section(model.model_fields[part].annotation)
+    name = str(location[-1])
+    close = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {'.'.join([*map(str, location[:-1]), close[0]])}?"
+    homes = [s for s, f in Config.model_fields.items() if name in getattr(_section(f.annotation), "model_fields", {})]
+    if homes:
+        return f"; did you mean {homes[0]}.{name}?"
+    return f"; valid here: {', '.join(model.model_fields)}"
+
+
+def _section(annotation: Any) -> Any:
+    """The section class inside an annotation such as `list[RewardComponent]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((_section(a) for a in get_args(annotation)), None)

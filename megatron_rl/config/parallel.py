@@ -1,0 +1,56 @@
+"""Section `parallel:`, how the trainer's ranks share the model and the batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .base import Section
+
+
+class ParallelConfig(Section):
+    """Megatron-Core's parallel layout; world_size = TP * PP * CP * DP."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share every layer's matrices."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Stages, each holding some of the layers."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
+    """Model chunks per stage (interleaved schedule); null = one."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that share one sequence's tokens."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Copies of the model, each working on its own samples."""
+    world_size: int | None = Field(None, ge=1)
+    """Trainer ranks; null = the product of the sizes above. A given value must equal that product."""
+    sequence_parallel: bool = False
+    """Shard the norms' activations over the tensor-parallel ranks (needs tensor_model_parallel_size > 1)."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass: none, attention only, or whole layers."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @model_validator(mode="after")
+    def _world(self) -> ParallelConfig:
+        product = self.model_parallel_size * self.data_parallel_size
+        if self.world_size is None:
+            object.__setattr__(self, "world_size", product)
+        elif self.world_size != product:
+            raise ValueError(
+                f"world_size={self.world_size}, but tensor {self.tensor_model_parallel_size} x pipeline "
+                f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} x data "
+                f"{self.data_parallel_size} = {product}; change one of the sizes, or leave world_size out"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel=true needs tensor_model_parallel_size > 1; set sequence_parallel=false"
+            )
+        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1; set it to null")
+        return self

@@ -1,0 +1,62 @@
+"""The whole configuration: the sections together. Checks across sections are in `checks.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from .algorithm import PRESET_DYNAMIC_SAMPLING, AlgorithmConfig
+from .base import Section
+from .checkpoint import CheckpointConfig
+from .cluster import ClusterConfig
+from .data import DataConfig
+from .engine import EngineConfig
+from .evaluation import EvalConfig
+from .logs import LoggingConfig
+from .model import ModelConfig
+from .optimizer import OptimizerConfig
+from .parallel import ParallelConfig
+from .reward import RewardConfig
+from .rollout import RolloutConfig
+from .sft import SftConfig
+
+
+class Config(Section):
+    """One run."""
+
+    name: str = "run"
+    """Name shown in logs and reports."""
+    run_dir: str
+    """Directory of everything that the run writes."""
+    seed: int = Field(0, ge=0)
+    """Seed of sampling, shuffling and initialisation."""
+    steps: int = Field(100, ge=0)
+    """RL steps (one rollout batch each)."""
+    deterministic: bool = False
+    """Fixed kernel shapes in the embedded engine, so that a resumed run repeats the uninterrupted one exactly."""
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig
+    sft: SftConfig = SftConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_reaches_rollout(cls, values: Any) -> Any:
+        """A preset may bring its way of sampling (DAPO: refill) unless the user chose one."""
+        if not isinstance(values, dict):
+            return values
+        algorithm, rollout = values.get("algorithm", {}), values.get("rollout", {})
+        if isinstance(algorithm, dict) and isinstance(rollout, dict) and "dynamic_sampling" not in rollout:
+            preset = str(algorithm.get("preset", "dapo"))
+            values = {**values, "rollout": {"dynamic_sampling": PRESET_DYNAMIC_SAMPLING.get(preset, "off"), **rollout}}
+        return values
