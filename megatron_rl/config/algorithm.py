@@ -70,7 +70,7 @@ class AlgorithmConfig(Section):
     def _consistent(self) -> AlgorithmConfig:
         if self.old_logprobs == "reuse" and self.updates_per_batch != 1:
             raise ValueError(
-                f"old_logprobs=reuse means ratio 1, which holds for exactly one update per batch, but updates_per_batch="
+                f"old_logprobs=reuse means ratio 1, which holds for one update per batch only, but updates_per_batch="
                 f"{self.updates_per_batch}; use old_logprobs=recompute"
             )
         return self

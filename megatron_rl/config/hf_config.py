@@ -58,7 +58,7 @@ def read_hf_config(path: str | Path) -> HfConfig:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(
-            f"model.path={str(path)!r}: no {file.name} there; give a Hugging Face directory (config.json + *.safetensors)"
+            f"model.path={str(path)!r}: no config.json there; give a Hugging Face directory (with *.safetensors)"
         )
     try:
         raw = json.loads(file.read_text())
@@ -66,7 +66,9 @@ def read_hf_config(path: str | Path) -> HfConfig:
         raise ConfigError(f"{file}: not valid JSON ({error}); copy the file from the model again") from error
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ConfigError(f"{file}: model_type={model_type!r} is not supported; one of {', '.join(SUPPORTED_MODEL_TYPES)}")
+        raise ConfigError(
+            f"{file}: model_type={model_type!r} is not supported; one of {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
     try:
         return _from_raw(raw)
     except KeyError as error:

@@ -51,7 +51,9 @@ def dump(config: Config) -> str:
 def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     path = path.resolve()
     if path in seen:
-        raise ConfigError(f"extends: {' -> '.join(str(p) for p in (*seen, path))} goes in a circle; remove one `extends:`")
+        raise ConfigError(
+            f"extends: {' -> '.join(str(p) for p in (*seen, path))} goes in a circle; remove one `extends:`"
+        )
     try:
         loaded = OmegaConf.load(path)
     except FileNotFoundError:

@@ -48,9 +48,9 @@ class ParallelConfig(Section):
                 f"{self.data_parallel_size} = {product}; change one of the sizes, or leave world_size out"
             )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError(
-                "sequence_parallel=true needs tensor_model_parallel_size > 1; set sequence_parallel=false"
-            )
+            raise ValueError("sequence_parallel=true needs tensor_model_parallel_size > 1; set sequence_parallel=false")
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
-            raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1; set it to null")
+            raise ValueError(
+                "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1; set it to null"
+            )
         return self

@@ -13,7 +13,7 @@ class RewardComponent(Section):
     """One verifier of the total reward."""
 
     name: str
-    """A registered verifier (countdown, countdown_format, sorting, sorting_format, math, exact) or `module:function`."""
+    """A registered verifier (countdown, sorting, math, exact, ..._format) or `module:function`."""
     weight: float = 1.0
     """Factor in the total."""
     range: tuple[float, float] | None = None
@@ -26,7 +26,9 @@ class RewardComponent(Section):
     @model_validator(mode="after")
     def _range(self) -> RewardComponent:
         if self.range is not None and not self.range[0] < self.range[1]:
-            raise ValueError(f"range={list(self.range)} of component {self.name!r}: the first bound must be the smaller")
+            raise ValueError(
+                f"range={list(self.range)} of component {self.name!r}: the first bound must be the smaller"
+            )
         return self
 
 

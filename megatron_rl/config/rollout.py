@@ -54,8 +54,8 @@ class RolloutConfig(Section):
         for key, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
             if getattr(self, key) != neutral:
                 raise ValueError(
-                    f"{key}={getattr(self, key)}: tokens sampled from a filtered distribution have other log-probs than "
-                    f"the trainer computes; set {key}={neutral}"
+                    f"{key}={getattr(self, key)}: tokens sampled from a filtered distribution have other log-probs "
+                    f"than the trainer computes; set {key}={neutral}"
                 )
         if self.overlong_cache is not None and self.overlong_cache > self.max_response_tokens:
             raise ValueError(

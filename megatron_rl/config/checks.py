@@ -1,0 +1,139 @@
+"""Checks that need several sections, the model's config.json or the data files; run before any process starts.
+
+Each check is a small function that yields complaints; `check` collects them, so a user repairs everything at once.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from .base import ConfigError
+from .hf_config import HfConfig, read_hf_config
+from .schema import Config
+
+
+def check(cfg: Config) -> HfConfig:
+    """Refuse what cannot run; returns the model's facts.
+
+    Raises:
+        ConfigError: listing every problem found, each with key, value, what is allowed and what to do.
+    """
+    hf = read_hf_config(cfg.model.path)
+    checks = (_layout(cfg, hf), _weights(cfg), _lengths(cfg, hf), _batch(cfg), _files(cfg), _advantages(cfg))
+    problems = [problem for found in checks for problem in found]
+    if problems:
+        raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
+    return hf
+
+
+def _layout(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    p = cfg.parallel
+    tp, pp, vpp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
+    if p.context_parallel_size != 1:
+        yield f"parallel.context_parallel_size={p.context_parallel_size}: only 1 is supported"
+    for name, count in (("attention heads", hf.num_attention_heads), ("key/value heads", hf.num_query_groups)):
+        if count % tp:
+            yield (
+                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {count} {name}; "
+                f"use one of {_divisors(hf.num_attention_heads, hf.num_query_groups)}"
+            )
+    if hf.ffn_hidden_size % tp:
+        yield f"parallel.tensor_model_parallel_size={tp} does not divide intermediate_size={hf.ffn_hidden_size}"
+    stages = pp * (vpp or 1)
+    if hf.num_layers % stages:
+        what = f"pipeline_model_parallel_size={pp}" + (f" x virtual_pipeline_model_parallel_size={vpp}" if vpp else "")
+        yield f"parallel.{what} does not divide {hf.num_layers} layers; use one of {_divisors(hf.num_layers)}"
+
+
+def _divisors(*numbers: int) -> list[int]:
+    return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers)]
+
+
+def _weights(cfg: Config) -> Iterator[str]:
+    """Headers only: a missing or cut-off file is found in milliseconds, not after the queue."""
+    folder = Path(cfg.model.path)
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError) as error:
+            yield f"{index}: not a valid index ({error!r}); copy the file from the model again"
+            return
+    for name in names:
+        yield from _safetensors(folder / name)
+
+
+def _safetensors(file: Path) -> Iterator[str]:
+    again = "copy the file from the model again"
+    if not file.is_file():
+        yield f"model.path: {file} is missing; {again}"
+        return
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        header = stream.read(length) if 8 + length <= size else b""
+    try:
+        entries = json.loads(header)
+        end = max((e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        yield f"model.path: {file} is not a complete safetensors file ({size} bytes, unreadable header); {again}"
+        return
+    if size != 8 + length + end:
+        yield f"model.path: {file} is cut off: {size} bytes, its header promises {8 + length + end}; {again}"
+
+
+def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    r = cfg.rollout
+    total = r.max_prompt_tokens + r.max_response_tokens
+    if total > hf.max_position_embeddings:
+        yield (
+            f"rollout.max_prompt_tokens={r.max_prompt_tokens} + rollout.max_response_tokens={r.max_response_tokens} = "
+            f"{total} exceeds the model's context of {hf.max_position_embeddings} tokens; lower one of them"
+        )
+    if total > cfg.algorithm.max_tokens_per_microbatch:
+        yield (
+            f"algorithm.max_tokens_per_microbatch={cfg.algorithm.max_tokens_per_microbatch} cannot hold the longest "
+            f"sequence of {total} tokens (rollout.max_prompt_tokens + rollout.max_response_tokens); raise it"
+        )
+
+
+def _batch(cfg: Config) -> Iterator[str]:
+    groups, updates, dp = cfg.rollout.groups_per_step, cfg.algorithm.updates_per_batch, cfg.parallel.data_parallel_size
+    if groups % updates:
+        yield f"algorithm.updates_per_batch={updates} does not divide rollout.groups_per_step={groups}"
+    samples = groups * cfg.rollout.group_size // updates
+    if samples % dp:
+        yield (
+            f"parallel.data_parallel_size={dp} does not divide the {samples} samples of one update "
+            "(rollout.groups_per_step x rollout.group_size / algorithm.updates_per_batch)"
+        )
+
+
+def _files(cfg: Config) -> Iterator[str]:
+    paths = {"data.prompts": cfg.data.prompts, "data.eval_prompts": cfg.data.eval_prompts, "sft.data": cfg.sft.data}
+    paths["data.chat_template"] = cfg.data.chat_template
+    for key, path in paths.items():
+        if path is not None and not Path(path).is_file():
+            yield f"{key}={path!r}: no such file"
+        elif path is not None and Path(path).stat().st_size == 0:
+            yield f"{key}={path!r}: the file is empty"
+    if cfg.sft.data is not None and cfg.sft.stop_value is not None and cfg.data.eval_prompts is None:
+        yield f"sft.stop_value={cfg.sft.stop_value} needs held-out prompts; set data.eval_prompts, or stop_value=null"
+
+
+def _advantages(cfg: Config) -> Iterator[str]:
+    size, a = cfg.rollout.group_size, cfg.algorithm
+    if size < 2 and a.advantage != "reinforce_pp":
+        yield (
+            f"rollout.group_size={size}: advantage={a.advantage} compares samples of one prompt and needs at least 2; "
+            "raise it, or use algorithm.advantage=reinforce_pp"
+        )
+    if cfg.rollout.dynamic_sampling != "off" and size < 2:
+        yield f"rollout.dynamic_sampling={cfg.rollout.dynamic_sampling} needs rollout.group_size >= 2, not {size}"
+    if a.std == "none" and a.advantage not in ("grpo", "dr_grpo"):
+        yield f"algorithm.std=none has no meaning with advantage={a.advantage}; leave it out"

@@ -1,0 +1,102 @@
+"""What a run will do, in numbers, before it does it: layout, batch, memory and bytes. Pure arithmetic, no processes.
+
+Estimates count tensors that are certain to exist; allocator overhead and kernels' workspaces are not in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hf_config import HfConfig
+from .schema import Config
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of (what, value, how it comes about), grouped by heading."""
+
+    sections: dict[str, list[tuple[str, str, str]]]
+
+
+def make_plan(cfg: Config, hf: HfConfig) -> Plan:
+    """Everything `--dry-run` prints."""
+    return Plan(
+        {
+            "Layout": _layout(cfg, hf),
+            "Batch": _batch(cfg),
+            "Memory per rank": _memory(cfg, hf),
+            "Bytes per step": _bytes(cfg, hf),
+        }
+    )
+
+
+def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
+    p = cfg.parallel
+    tp, pp, dp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
+    vpp = p.virtual_pipeline_model_parallel_size or 1
+    rows = [
+        ("model", f"{hf.model_type}, {hf.num_parameters:,} parameters", f"{hf.num_layers} layers, {cfg.model.dtype}"),
+        ("trainer ranks", str(p.world_size), f"TP {tp} x PP {pp} x CP {p.context_parallel_size} x DP {dp}"),
+        ("layers per rank", str(hf.num_layers // pp), f"{vpp} chunk(s) of {hf.num_layers // pp // vpp}"),
+    ]
+    rows += [
+        (f"replica {d} stage {s}", "ranks " + ", ".join(str(s * dp * tp + d * tp + t) for t in range(tp)), "")
+        for d in range(min(dp, 2))
+        for s in range(min(pp, 4))
+    ]
+    engines = ", ".join(cfg.engine.urls) or f"{cfg.engine.replicas} x {cfg.engine.kind}"
+    return [*rows, ("engines", engines, f"{cfg.engine.max_running_requests} sequences each")]
+
+
+def _batch(cfg: Config) -> list[tuple[str, str, str]]:
+    r, a, dp = cfg.rollout, cfg.algorithm, cfg.parallel.data_parallel_size
+    samples = r.groups_per_step * r.group_size
+    longest = r.max_prompt_tokens + r.max_response_tokens
+    per_rank = samples // a.updates_per_batch // dp
+    micro = -(-per_rank * longest // a.max_tokens_per_microbatch)
+    return [
+        ("samples per step", str(samples), f"{r.groups_per_step} groups x {r.group_size}"),
+        ("tokens per step, at most", f"{samples * longest:,}", f"{longest} per sample"),
+        ("updates per step", str(a.updates_per_batch), f"{samples // a.updates_per_batch} samples each"),
+        ("micro-batches per update, at most", str(micro), f"{a.max_tokens_per_microbatch:,} tokens each, per rank"),
+        ("steps", str(cfg.steps), f"{cfg.steps * samples:,} samples in all"),
+    ]
+
+
+def _memory(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
+    p = cfg.parallel
+    width = 2 if cfg.model.dtype == "bfloat16" else 4
+    held = hf.num_parameters / (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
+    shards = p.data_parallel_size if p.use_distributed_optimizer else 1
+    state = held * (12 if width == 2 else 8) / shards
+    longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
+    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size
+    tokens = min(cfg.algorithm.max_tokens_per_microbatch, samples * longest)
+    logits = tokens * hf.vocab_size / p.tensor_model_parallel_size * (width + 4)
+    rows = [
+        ("parameters", _gib(held * width), f"{width} bytes each, over TP x PP"),
+        ("gradients", _gib(held * 4), "fp32"),
+        ("optimizer state", _gib(state), f"over {shards} data-parallel rank(s)"),
+        ("logits of one micro-batch", _gib(logits), f"{tokens:,} tokens, last stage; model dtype and fp32"),
+    ]
+    if cfg.algorithm.kl_coef:
+        rows.append(("reference model (host)", _gib(held * width), "swapped in for its pass"))
+    return rows
+
+
+def _bytes(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
+    r = cfg.rollout
+    samples = r.groups_per_step * r.group_size
+    tokens = samples * (r.max_prompt_tokens + r.max_response_tokens)
+    width = 2 if cfg.model.dtype == "bfloat16" else 4
+    return [
+        ("weights to each engine", _gib(hf.num_parameters * width), "through a version directory on disk"),
+        ("rollouts to the trainer", _gib(tokens * (8 + 4 + 1)), "token, log-prob and mask; at most"),
+        ("one checkpoint", _gib(hf.num_parameters * (width + 12)), "model and optimizer"),
+    ]
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.3f} GiB" if count >= GIB / 1000 else f"{count / 2**20:.3f} MiB"
