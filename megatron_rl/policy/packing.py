@@ -1,0 +1,108 @@
+"""One micro-batch as the packed (thd) tensors the model reads, and its per-token outputs back again; no process group.
+
+`pack` is the only place where arrays move from the token they describe to the position that predicts it: a sequence of
+L tokens gives L - 1 rows, row r reads token r and predicts token r + 1, and carries the mask, advantage, weight and
+log-probs of token r + 1. `unpack` is the inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.policy.batch import TOKEN_FIELDS, SequenceBatch, ragged_rows
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """T packed rows, on one device.
+
+    Attributes:
+        tokens: int64 [1, T], the input of each row.
+        position_ids: int64 [1, T], from 0 in every sequence.
+        targets: int64 [T], the token each row predicts, -1 where that token is not trainable.
+        cu_seqlens: int32 [n + 1], first row of every packed sequence; the last sequence may be the masked padding.
+        max_seqlen: rows of the longest packed sequence.
+        temperature: float32 [T], of each row's sequence.
+        advantages, weights, behaviour_log_probs, old_log_probs, reference_log_probs: float32 [T] or None, exactly 0
+            on rows that are not trainable.
+        destination: int64 [T] numpy, where each row's output belongs in the batch's token axis, -1 for padding.
+        sample_ids: the sequences of this micro-batch, for messages.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    temperature: Tensor
+    destination: np.ndarray
+    sample_ids: tuple[str, ...]
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
+    behaviour_log_probs: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    reference_log_probs: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """T, padding included."""
+        return self.targets.numel()
+
+
+def pack(
+    batch: SequenceBatch,
+    indices: Sequence[int],
+    pad_multiple: int = 1,
+    device: torch.device | str = "cpu",
+) -> MicroBatch:
+    """Pack the sequences at `indices` of `batch` end to end.
+
+    The rows are padded to a multiple of `pad_multiple` (the tensor-parallel size under sequence parallelism) by one
+    trailing masked sequence. Without any row (no sequences, or only single tokens) that dummy is the whole micro-batch.
+    """
+    chosen = np.asarray(indices, dtype=np.int64)
+    rows_per_sequence = batch.lengths[chosen] - 1
+    chosen, rows_per_sequence = chosen[rows_per_sequence > 0], rows_per_sequence[rows_per_sequence > 0]
+    source = ragged_rows(batch.offsets[chosen], rows_per_sequence)
+    num_rows = source.size
+    padding = -num_rows % pad_multiple if num_rows else pad_multiple
+    segments = np.append(rows_per_sequence, padding) if padding else rows_per_sequence
+    trainable = batch.mask[source + 1]
+
+    def tensor(values: np.ndarray, fill: float) -> Tensor:
+        padded = np.pad(values, (0, padding), constant_values=fill)
+        return torch.from_numpy(padded).to(device, non_blocking=True)
+
+    arrays: dict[str, Tensor | None] = {}
+    for name in TOKEN_FIELDS:
+        values = getattr(batch, name)
+        # `where`, not a product with the mask: a masked position may hold inf or NaN.
+        arrays[name] = None if values is None else tensor(np.where(trainable, values[source + 1], np.float32(0)), 0)
+    return MicroBatch(
+        tokens=tensor(batch.tokens[source], 0)[None],
+        position_ids=torch.from_numpy(ragged_rows(np.zeros_like(segments), segments)).to(device)[None],
+        targets=tensor(np.where(trainable, batch.tokens[source + 1], -1), -1),
+        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(segments)).astype(np.int32)).to(device),
+        max_seqlen=int(segments.max()),
+        temperature=tensor(np.repeat(batch.temperature[chosen], rows_per_sequence), 1),
+        destination=np.pad(source + 1, (0, padding), constant_values=-1),
+        sample_ids=tuple(batch.sample_ids[i] for i in chosen),
+        **arrays,
+    )
+
+
+def unpack(outputs: Iterable[tuple[MicroBatch, Tensor]], num_tokens: int) -> np.ndarray:
+    """Per-row outputs [T] of each micro-batch back on the batch's token axis.
+
+    Returns float32 [num_tokens] aligned with `SequenceBatch.tokens`, in input order; 0 where no row predicts.
+    """
+    result = np.zeros(num_tokens, dtype=np.float32)
+    for microbatch, values in outputs:
+        real = microbatch.destination >= 0
+        result[microbatch.destination[real]] = values.detach().float().cpu().numpy()[real]
+    return result
