@@ -1,0 +1,133 @@
+"""The command `megatron-rl`: each verb is a few lines that call a room. No verb computes anything itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config import Config, ConfigError, Plan, check, dump, load_config, make_plan
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training of language models on Megatron-Core, with SGLang generation.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file; see configs/ for examples.", metavar="CONFIG.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides, for example optimizer.lr=1e-6", metavar="[section.key=value]...")
+]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in run_dir.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Check everything, print the plan, start nothing.")] = False,
+) -> None:
+    """Train: start engines, controller and trainer ranks on this machine and watch them to the end.
+
+    Example: megatron-rl train configs/quickstart.yaml run_dir=runs/first steps=20
+    """
+    from megatron_rl.cluster.local import run_local
+
+    cfg = load_config(config, overrides or ())
+    hf = check(cfg)
+    if dry_run:
+        _print_plan(cfg, make_plan(cfg, hf))
+        return
+    raise typer.Exit(run_local(cfg, resume))
+
+
+@app.command()
+def rollout(config: Annotated[Path, typer.Option(help="Resolved configuration of the run.")]) -> None:
+    """Run the rollout controller of one run (started by `train`; on clusters, its own step)."""
+    from megatron_rl.rollout.controller import run_controller
+
+    run_controller(load_config(config))
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="Serve the engine that this run's configuration describes.")] = None,
+    replica: Annotated[int, typer.Option(help="Which of the run's replicas this is.")] = 0,
+    engine: Annotated[str, typer.Option(help="embedded")] = "embedded",
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory, when no --config is given.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 30000,
+) -> None:
+    """Serve a model over SGLang's HTTP protocol."""
+    from megatron_rl.engines.serve import options_from_config, serve_embedded, standalone_options
+
+    if config is not None:
+        serve_embedded(options_from_config(load_config(config), replica))
+    elif model is not None:
+        serve_embedded(standalone_options(model, host, port))
+    else:
+        raise ConfigError("serve: give --model DIR, or --config of a run")
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
+    """Rebuild RUN/report.html from what the run has written."""
+    from megatron_rl.monitor.report import build_report
+
+    typer.echo(build_report(run_dir))
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Argument(help="Print this file resolved and checked.", metavar="CONFIG.yaml")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all keys.")] = False,
+) -> None:
+    """Show the configuration: all keys with their meaning (--schema), or one file as it will be used."""
+    if schema:
+        typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+    elif file is not None:
+        typer.echo(dump(load_config(file, overrides or ())), nl=False)
+    else:
+        raise ConfigError("config: give a CONFIG.yaml, or --schema for all keys")
+
+
+def _print_plan(cfg: Config, plan: Plan) -> None:
+    console = Console(highlight=False)
+    console.print(dump(cfg), soft_wrap=True)
+    for heading, rows in plan.sections.items():
+        table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print("dry run: nothing was started")
+
+
+def main() -> None:
+    """Entry point: an expected failure is one message and exit code 1 (or 2 for a wrong configuration)."""
+    from megatron_rl.cluster.local import RunFailed
+    from megatron_rl.cluster.run_dir import RunDirError
+
+    try:
+        app()
+    except ConfigError as error:
+        errors.print(f"[bold red]error:[/] {_plain(error)}")
+        sys.exit(2)
+    except (RunFailed, RunDirError) as error:
+        errors.print(f"[bold red]error:[/] {_plain(error)}")
+        sys.exit(1)
+
+
+def _plain(error: Exception) -> str:
+    return str(error).replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    main()

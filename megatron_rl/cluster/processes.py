@@ -1,0 +1,99 @@
+"""Starting, watching and ending one role's process. Which roles a run has is decided in `local.py`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+PR_SET_PDEATHSIG = 1
+EXIT_RESUMABLE = 75
+"""EX_TEMPFAIL: the run saved itself and wants to be started again."""
+
+
+@dataclass
+class Role:
+    """One running process of the run."""
+
+    name: str
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def describe_exit(self) -> str:
+        """What its exit code means, and the end of its log."""
+        return f"{self.name}-{self.rank} {decode_exit(self.process.returncode)}; log {self.log}\n{tail(self.log)}"
+
+
+def start(name: str, rank: int, argv: list[str], env: dict[str, str], log: Path, console: bool = False) -> Role:
+    """Start a process whose stderr (and stdout, unless it owns the console) goes to `log`; it dies with its parent."""
+    with open(log, "ab") as handle:
+        stdout: IO[bytes] | None = None if console else handle
+        process = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=handle,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    return Role(name, rank, process, log)
+
+
+def _die_with_parent() -> None:
+    """In the child before exec: the kernel sends TERM when the launcher dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop(roles: list[Role], timeout_s: float) -> None:
+    """TERM to all, then KILL to what is left after the timeout."""
+    for role in roles:
+        _signal(role, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    for role in roles:
+        try:
+            role.process.wait(max(0.05, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _signal(role, signal.SIGKILL)
+            role.process.wait()
+
+
+def _signal(role: Role, number: int) -> None:
+    """Signal the role's whole process group: its own children end with it."""
+    if role.process.poll() is None:
+        try:
+            os.killpg(role.process.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def decode_exit(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "still runs"
+    if code == 0:
+        return "ended"
+    if code == EXIT_RESUMABLE:
+        return "saved itself and can be resumed (exit 75)"
+    number = -code if code < 0 else code - 128
+    if number in (s.value for s in signal.Signals):
+        reason = " (out of memory? see `dmesg`)" if number == signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(number).name}{reason}"
+    return f"failed with exit code {code}"
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    """The last lines of a log file."""
+    try:
+        with open(log, "rb") as handle:
+            handle.seek(max(0, log.stat().st_size - 65536))
+            text = handle.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join("    " + line for line in text.splitlines()[-lines:])
