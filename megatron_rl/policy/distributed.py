@@ -1,0 +1,112 @@
+"""Brings up torch.distributed and Megatron's parallel state for one rank, and takes them down; builds no model.
+
+A rank is started by torchrun, a Slurm step or a test, which set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and
+LOCAL_RANK where there are GPUs): that is how torch.distributed is told where it is, not a way to configure anything.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl import cpu_backend
+
+if TYPE_CHECKING:
+    from megatron_rl.config import ParallelConfig
+
+
+class DistributedError(RuntimeError):
+    """The processes that were started do not fit the configuration; the message says what to change."""
+
+
+def initialize(parallel_cfg: ParallelConfig, seed: int, timeout_s: float) -> None:
+    """Join the process group, build Megatron's parallel groups and seed every generator.
+
+    Args:
+        parallel_cfg: the section `parallel`.
+        seed: the run's seed; tensor-parallel ranks get their own stream inside Megatron's RNG tracker.
+        timeout_s: seconds after which a collective (and the rendezvous) gives up. Megatron takes whole minutes for its
+            own groups: rounded up.
+
+    Raises:
+        DistributedError: the rank environment is missing or the number of processes is not `parallel.world_size`.
+    """
+    on_cpu = cpu_backend.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    _check_environment(parallel_cfg)
+    if on_cpu:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout_s))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel_cfg.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel_cfg.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel_cfg.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel_cfg.context_parallel_size,
+        distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
+    )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _check_environment(parallel_cfg: ParallelConfig) -> None:
+    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] + ["LOCAL_RANK"] * torch.cuda.is_available()
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise DistributedError(
+            f"{', '.join(missing)} not set: this process was not started as a rank. Start it with `megatron-rl train`, "
+            "torchrun or the Slurm launcher"
+        )
+    world = int(os.environ["WORLD_SIZE"])
+    if world != parallel_cfg.world_size:
+        raise DistributedError(
+            f"{world} processes were started, but section `parallel` needs {parallel_cfg.world_size} "
+            f"(tensor {parallel_cfg.tensor_model_parallel_size} x pipeline {parallel_cfg.pipeline_model_parallel_size} x "
+            f"context {parallel_cfg.context_parallel_size} x data {parallel_cfg.data_parallel_size}): "
+            "start that many, or change parallel.data_parallel_size"
+        )
+
+
+def shutdown() -> None:
+    """Leave all process groups; afterwards `initialize` may be called again with other sizes."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_data_parallel_leader() -> bool:
+    """True on the one rank of each model replica that talks to the outside: tensor, context and pipeline rank 0."""
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+        and parallel_state.get_pipeline_model_parallel_rank() == 0
+    )
+
+
+def model_parallel_group() -> dist.ProcessGroup:
+    """All ranks of this model replica (tensor x pipeline)."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_model_parallel_group()
+
+
+def device() -> torch.device:
+    """Where this rank's parameters and batches live."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

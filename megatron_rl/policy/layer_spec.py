@@ -1,0 +1,66 @@
+"""Chooses Megatron's layer spec: Transformer Engine's when it can run, else the local one with our norm and attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from torch import Tensor
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """True when Transformer Engine imports and there is a GPU to run it on."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ImportError:
+        return False
+    return True
+
+
+def block_spec(config: TransformerConfig, inv_freq: Tensor, vp_stage: int | None) -> Any:
+    """The spec of this pipeline stage's decoder block (of its virtual stage `vp_stage`).
+
+    Args:
+        config: Megatron's config of the whole model.
+        inv_freq: fp32 [head_dim / 2], for the local spec, whose attention rotates by itself.
+        vp_stage: virtual stage, None without interleaving.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if has_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    return _with_own_modules(block, inv_freq)
+
+
+def _with_own_modules(block: Any, inv_freq: Tensor) -> Any:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_rl.policy.attention import PackedAttention
+    from megatron_rl.policy.norm import RMSNorm
+
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=PackedAttention, params={"inv_freq": inv_freq})
+        if layer_has_qk_norm(attention):
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return block
+
+
+def layer_has_qk_norm(attention: Any) -> bool:
+    """Whether the spec of an attention layer norms its queries and keys."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return attention.q_layernorm is not None and attention.q_layernorm is not IdentityOp

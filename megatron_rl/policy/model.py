@@ -1,0 +1,201 @@
+"""Turns a Hugging Face config into Megatron's GPTModel on this rank; weights are loaded by `weights.load`."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.policy.distributed import device
+from megatron_rl.policy.layer_spec import block_spec, has_transformer_engine
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from torch import Tensor
+
+    from megatron_rl.config import HfConfig
+    from megatron_rl.config.model import ModelConfig
+    from megatron_rl.config.parallel import ParallelConfig
+
+
+class ModelError(ValueError):
+    """The model cannot be built in this layout; the message says which key of which file or section is the reason."""
+
+
+def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConfig) -> list[GPTModel]:
+    """Build this rank's part of the model: one chunk, or one per virtual pipeline stage.
+
+    `policy.distributed.initialize` must have run. The chunks are bare (no data-parallel wrapper), on this rank's
+    device, in `model_cfg.dtype`, with random weights.
+
+    Raises:
+        ModelError: the layout or the rotary scaling is not supported.
+    """
+    from megatron.core import parallel_state
+
+    config = transformer_config(hf, model_cfg, parallel_cfg)
+    stages = parallel_cfg.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(stages) if stages else [None]:
+        chunk = _build_chunk(
+            hf,
+            config,
+            padded_vocab_size(hf.vocab_size, model_cfg, parallel_cfg),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        chunks.append(chunk)
+    return chunks
+
+
+def _build_chunk(hf: HfConfig, config: TransformerConfig, vocab_size: int, **stage: Any) -> GPTModel:
+    from megatron.core.models.gpt import GPTModel
+
+    inv_freq = rotary_frequencies(hf).to(device())
+    with_te = has_transformer_engine()
+    model = GPTModel(
+        config,
+        block_spec(config, inv_freq, stage["vp_stage"]),
+        vocab_size=vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        # Without Transformer Engine the attention rotates by itself, see policy/attention.py.
+        position_embedding_type="rope" if with_te else "none",
+        rotary_base=int(hf.rope_theta),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        **stage,
+    )
+    if with_te:
+        model.rotary_pos_emb.inv_freq = inv_freq  # Megatron fixes all scaling parameters but the factor
+    return model.to(device())
+
+
+def padded_vocab_size(vocab_size: int, model_cfg: ModelConfig, parallel_cfg: ParallelConfig) -> int:
+    """The smallest multiple of `make_vocab_size_divisible_by * TP` that holds `vocab_size` entries."""
+    multiple = model_cfg.make_vocab_size_divisible_by * parallel_cfg.tensor_model_parallel_size
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConfig) -> TransformerConfig:
+    """Megatron's config of the whole model.
+
+    `calculate_per_token_loss` makes Megatron leave the loss alone: gradients are plain sums over micro-batches and
+    data-parallel ranks, and every normaliser is in the loss weights (one global denominator per optimizer step).
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    _check_layout(hf, parallel_cfg)
+    dtype = getattr(torch, model_cfg.dtype)
+    return TransformerConfig(
+        num_layers=hf.num_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.ffn_hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_query_groups,
+        kv_channels=hf.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        qk_layernorm=hf.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=hf.initializer_range,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,  # micro-batches are packed to a token budget and differ in length
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, in dense models too
+        **_parallel_options(parallel_cfg),
+        **_recompute_options(parallel_cfg),
+        **_kernel_options(),
+    )
+
+
+def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
+    tp, pp = parallel_cfg.tensor_model_parallel_size, parallel_cfg.pipeline_model_parallel_size
+    stages = pp * (parallel_cfg.virtual_pipeline_model_parallel_size or 1)
+    if parallel_cfg.context_parallel_size > 1:
+        raise ModelError(
+            f"parallel.context_parallel_size={parallel_cfg.context_parallel_size}: only 1 is supported; "
+            "use tensor_model_parallel_size or a smaller algorithm.max_tokens_per_microbatch to save memory"
+        )
+    for name, count in (
+        ("num_attention_heads", hf.num_attention_heads),
+        ("num_key_value_heads", hf.num_query_groups),
+        ("intermediate_size", hf.ffn_hidden_size),
+    ):
+        if count % tp:
+            raise ModelError(
+                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {name}={count}; "
+                "choose a divisor, or use pipeline_model_parallel_size"
+            )
+    if hf.num_layers % stages:
+        raise ModelError(
+            f"parallel: {stages} pipeline stages do not divide the model's {hf.num_layers} layers; choose a divisor"
+        )
+
+
+def _parallel_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel_cfg.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel_cfg.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel_cfg.virtual_pipeline_model_parallel_size,
+        "sequence_parallel": parallel_cfg.sequence_parallel,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+    }
+
+
+def _recompute_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
+    if parallel_cfg.recompute == "none":
+        return {}
+    if parallel_cfg.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _kernel_options() -> dict[str, bool]:
+    """Fused kernels where they exist. On CPU Megatron's are torch.compile, which costs seconds at the first step."""
+    cuda, te = torch.cuda.is_available(), has_transformer_engine()
+    return {
+        "bias_activation_fusion": cuda,
+        "bias_dropout_fusion": cuda,
+        "masked_softmax_fusion": False,  # only Megatron's own core attention would use it
+        "persist_layer_norm": False,
+        "apply_rope_fusion": te,
+        "gradient_accumulation_fusion": te and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # Megatron's fused cross entropy rounds its gradient to bf16; the loss here is our own anyway.
+        "cross_entropy_loss_fusion": False,
+    }
+
+
+def rotary_frequencies(hf: HfConfig) -> Tensor:
+    """Rotary frequencies per pair of features, fp32 [head_dim / 2], with the model's scaling applied.
+
+    `default` is theta ** (-2i / head_dim) (2104.09864), `linear` divides it by `factor`, `llama3` divides long
+    wavelengths only, with a smooth passage between `low_freq_factor` and `high_freq_factor`.
+
+    Raises:
+        ModelError: another `rope_type`.
+    """
+    exponent = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
+    inv_freq = 1.0 / (hf.rope_theta**exponent)
+    scaling = hf.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return inv_freq
+    if kind == "linear":
+        return inv_freq / scaling["factor"]
+    if kind != "llama3":
+        raise ModelError(f"config.json: rope_scaling type {kind!r} is not supported; one of default, linear, llama3")
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * inv_freq / factor + smooth * inv_freq
