@@ -58,7 +58,9 @@ def rollout(config: Annotated[Path, typer.Option(help="Resolved configuration of
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Option(help="Serve the engine that this run's configuration describes.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Serve the engine that this run's configuration describes.")
+    ] = None,
     replica: Annotated[int, typer.Option(help="Which of the run's replicas this is.")] = 0,
     engine: Annotated[str, typer.Option(help="embedded")] = "embedded",
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory, when no --config is given.")] = None,
@@ -86,7 +88,9 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
 
 @app.command()
 def config(
-    file: Annotated[Path | None, typer.Argument(help="Print this file resolved and checked.", metavar="CONFIG.yaml")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="Print this file resolved and checked.", metavar="CONFIG.yaml")
+    ] = None,
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of all keys.")] = False,
 ) -> None:

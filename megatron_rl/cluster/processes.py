@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -67,10 +68,8 @@ def stop(roles: list[Role], timeout_s: float) -> None:
 def _signal(role: Role, number: int) -> None:
     """Signal the role's whole process group: its own children end with it."""
     if role.process.poll() is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(role.process.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def decode_exit(code: int | None) -> str:

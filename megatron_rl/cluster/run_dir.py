@@ -1,7 +1,7 @@
 """The run directory: where each thing of a run lies, and the lock that keeps two runs apart. No format is known here.
 
-    config.yaml  metrics.jsonl  result.json  report.html
-    rollouts/  eval/  tensorboard/  checkpoints/  weights/  logs/  endpoints/
+config.yaml  metrics.jsonl  result.json  report.html
+rollouts/  eval/  tensorboard/  checkpoints/  weights/  logs/  endpoints/
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import os
 import socket
 import time
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -65,7 +65,9 @@ class RunDir:
             RunDirError: an earlier run lies there, or the directory cannot be written.
         """
         if self.metrics.exists() and not resume:
-            raise RunDirError(f"run_dir={self.path} holds an earlier run; add --resume to go on with it, or choose another")
+            raise RunDirError(
+                f"run_dir={self.path} holds an earlier run; add --resume to go on with it, or choose another"
+            )
         try:
             for folder in (self.path, self.endpoints, self.weights, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,9 @@ class RunDir:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 handle.seek(0)
-                raise RunDirError(f"run_dir={self.path} is in use by {_owner(handle.read())}; choose another run_dir") from None
+                raise RunDirError(
+                    f"run_dir={self.path} is in use by {_owner(handle.read())}; choose another run_dir"
+                ) from None
             handle.truncate(0)
             handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
             handle.flush()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .base import Section
 
@@ -48,6 +48,12 @@ class RolloutConfig(Section):
     """Deadline of one step's rollouts."""
     retries: int = Field(3, ge=0)
     """Further attempts after a transport error. An engine's answer is never retried."""
+
+    @field_validator("dynamic_sampling", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        """YAML 1.1 reads a bare `off` as false."""
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _trainable(self) -> RolloutConfig:

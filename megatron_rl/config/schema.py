@@ -35,6 +35,8 @@ class Config(Section):
     """RL steps (one rollout batch each)."""
     deterministic: bool = False
     """Fixed kernel shapes in the embedded engine, so that a resumed run repeats the uninterrupted one exactly."""
+    vars: dict[str, str] = Field(default_factory=dict)
+    """Free names, to be used in other values as ${vars.NAME}."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

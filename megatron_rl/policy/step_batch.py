@@ -83,13 +83,13 @@ def _update(
     rows: np.ndarray, table: Mapping[str, np.ndarray], tokens: np.ndarray, advantages: np.ndarray, cfg: Config
 ) -> Update:
     rows = rows[tokens[rows] > 0]
-    weights = token_weights(
-        cfg.algorithm.normalisation, tokens[rows], constant=float(cfg.rollout.max_response_tokens)
-    )
+    weights = token_weights(cfg.algorithm.normalisation, tokens[rows], constant=float(cfg.rollout.max_response_tokens))
     plan = plan_microbatches(
         table["prompt_length"][rows] + table["response_length"][rows],
         dp_size=cfg.parallel.data_parallel_size,
         max_tokens=cfg.algorithm.max_tokens_per_microbatch,
-        multiple_of=cfg.parallel.pipeline_model_parallel_size if cfg.parallel.virtual_pipeline_model_parallel_size else 1,
+        multiple_of=cfg.parallel.pipeline_model_parallel_size
+        if cfg.parallel.virtual_pipeline_model_parallel_size
+        else 1,
     )
     return Update(rows, advantages[rows].astype(np.float32), np.asarray(weights, dtype=np.float32), plan)

@@ -1,0 +1,213 @@
+"""Configuration: loading, nearest names, presets, and every check that must fail before a process starts."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config import Config, ConfigError, check, dump, load_config, make_plan, validate
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "tie_word_embeddings": True,
+}
+
+
+def write_safetensors(path: Path, length: int = 16) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * length)
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    write_safetensors(model / "model.safetensors")
+    prompts = tmp_path / "train.jsonl"
+    prompts.write_text('{"prompt": "1", "answer": "1"}\n')
+    return {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(model)},
+        "data": {"prompts": str(prompts)},
+        "reward": {"components": [{"name": "exact", "correctness": True}]},
+        "rollout": {"max_prompt_tokens": 64, "max_response_tokens": 128},
+    }
+
+
+def put(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """`section__key=value` changes on a copy."""
+    copy = json.loads(json.dumps(values))
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            copy.setdefault(section, {})[key] = value
+        else:
+            copy[section] = value
+    return copy
+
+
+def refusal(values: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(validate(values))
+    return str(caught.value)
+
+
+def test_a_resolved_configuration_loads_to_the_same_configuration(values: dict[str, Any], tmp_path: Path) -> None:
+    config = validate(values)
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump(config))
+    assert load_config(file) == config
+
+
+def test_files_extend_each_other_and_overrides_win(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(dump(validate(values)))
+    (tmp_path / "child.yaml").write_text("extends: parent.yaml\noptimizer: {lr: 1e-4, betas: [0.8, 0.9]}\n")
+    config = load_config(tmp_path / "child.yaml", ["optimizer.lr=3e-4", "rollout.group_size=8"])
+    assert (config.optimizer.lr, config.optimizer.betas, config.rollout.group_size) == (3e-4, (0.8, 0.9), 8)
+
+
+def test_circular_extends_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"optimiser": {}}, "optimiser: unknown key; did you mean optimizer?"),
+        ({"parallel__tensor_parallel_size": 2}, "did you mean parallel.tensor_model_parallel_size?"),
+        ({"rollout__lr": 1}, "did you mean optimizer.lr?"),
+        ({"reward": {"components": [{"name": "exact", "wieght": 1}]}}, "did you mean reward.components.0.weight?"),
+        ({"optimizer__lr": [1, 2]}, "optimizer.lr=[1, 2]: input should be a valid number"),
+        ({"optimizer__lr": "fast"}, "optimizer.lr='fast'"),
+        ({"algorithm__preset": "dpo"}, "algorithm.preset='dpo'"),
+        ({"algorithm__eps_low": -0.1}, "algorithm.eps_low=-0.1"),
+        ({"algorithm__dual_clip": 0.5}, "algorithm.dual_clip=0.5"),
+        ({"algorithm__kl_estimator": "k1"}, "algorithm.kl_estimator='k1'"),
+        ({"rollout__top_p": 0.9}, "set top_p=1.0"),
+        ({"rollout__top_k": 20}, "set top_k=-1"),
+        ({"rollout__overlong_cache": 129}, "longer than max_response_tokens=128"),
+        ({"rollout__overlong_cache": 0}, "rollout.overlong_cache=0"),
+        ({"parallel": {"tensor_model_parallel_size": 2, "world_size": 3}}, "world_size=3, but tensor 2"),
+        ({"parallel__sequence_parallel": True}, "sequence_parallel=true needs tensor_model_parallel_size > 1"),
+        ({"parallel__tensor_model_parallel_size": 3}, "does not divide the model's 8 attention heads"),
+        ({"parallel__tensor_model_parallel_size": 8}, "4 key/value heads; use one of [1, 2, 4]"),
+        ({"parallel__pipeline_model_parallel_size": 3}, "does not divide 4 layers; use one of [1, 2, 4]"),
+        ({"parallel__context_parallel_size": 2}, "only 1 is supported"),
+        ({"rollout__max_response_tokens": 200}, "exceeds the model's context of 256 tokens"),
+        ({"algorithm__max_tokens_per_microbatch": 191}, "cannot hold the longest sequence of 192 tokens"),
+        ({"algorithm__updates_per_batch": 3}, "does not divide rollout.groups_per_step=32"),
+        ({"parallel__data_parallel_size": 3}, "does not divide the 512 samples"),
+        ({"rollout__group_size": 1}, "needs at least 2"),
+        ({"algorithm": {"old_logprobs": "reuse", "updates_per_batch": 2}}, "use old_logprobs=recompute"),
+        ({"data__prompts": "/nowhere.jsonl"}, "data.prompts='/nowhere.jsonl': no such file"),
+        ({"eval": {"ks": [1, 4], "samples_per_prompt": 2}}, "must lie in 1 .. samples_per_prompt=2"),
+        ({"model__path": "/nowhere"}, "give a Hugging Face directory"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_message(
+    values: dict[str, Any], changes: dict[str, Any], expected: str
+) -> None:
+    assert expected in refusal(put(values, **changes))
+
+
+def test_all_problems_are_listed_at_once(values: dict[str, Any]) -> None:
+    message = refusal(put(values, parallel__tensor_model_parallel_size=3, rollout__max_response_tokens=500))
+    assert "attention heads" in message
+    assert "context of 256" in message
+
+
+@pytest.mark.parametrize("word", ["steps", "=3", "--steps=3"])
+def test_a_malformed_override_says_how_to_write_it(values: dict[str, Any], tmp_path: Path, word: str) -> None:
+    (tmp_path / "c.yaml").write_text(dump(validate(values)))
+    with pytest.raises(ConfigError, match=r"write section\.key=value"):
+        load_config(tmp_path / "c.yaml", [word])
+
+
+def test_missing_weights_are_named(values: dict[str, Any]) -> None:
+    file = Path(values["model"]["path"]) / "model.safetensors"
+    file.unlink()
+    assert f"{file} is missing" in refusal(values)
+
+
+def test_truncated_weights_are_named_with_both_sizes(values: dict[str, Any]) -> None:
+    file = Path(values["model"]["path"]) / "model.safetensors"
+    write_safetensors(file, length=5)
+    assert f"{file} is cut off" in refusal(values)
+    file.write_bytes(b"\1\2")
+    assert "not a complete safetensors file" in refusal(values)
+
+
+def test_a_shard_missing_from_an_indexed_model_is_named(values: dict[str, Any]) -> None:
+    folder = Path(values["model"]["path"])
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-2.safetensors is missing" in refusal(values)
+
+
+def test_an_empty_dataset_is_refused(values: dict[str, Any]) -> None:
+    Path(values["data"]["prompts"]).write_text("")
+    assert "the file is empty" in refusal(values)
+
+
+def test_presets_fill_what_is_left_out_and_lose_against_what_is_given(values: dict[str, Any]) -> None:
+    dapo = validate(put(values, algorithm__preset="dapo"))
+    assert (dapo.algorithm.eps_high, dapo.algorithm.normalisation) == (0.28, "token_mean")
+    assert (dapo.algorithm.kl_coef, dapo.rollout.dynamic_sampling) == (0.0, "refill")
+    dr = validate(put(values, algorithm={"preset": "dr_grpo", "eps_high": 0.3}, rollout__dynamic_sampling="mask"))
+    assert (dr.algorithm.advantage, dr.algorithm.normalisation) == ("dr_grpo", "constant")
+    assert (dr.algorithm.eps_high, dr.rollout.dynamic_sampling) == (0.3, "mask")
+    assert validate(put(values, algorithm__preset="grpo")).algorithm.kl_coef == 0.04
+
+
+def test_a_bare_yaml_off_means_off(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(dump(validate(values)))
+    (tmp_path / "c.yaml").write_text("extends: parent.yaml\nrollout: {dynamic_sampling: off}\n")
+    assert load_config(tmp_path / "c.yaml").rollout.dynamic_sampling == "off"
+
+
+def test_every_key_has_a_description() -> None:
+    schema = Config.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    bare = [
+        f"{s['title']}.{name}"
+        for s in sections
+        for name, field in s["properties"].items()
+        if "description" not in field and "$ref" not in field
+    ]
+    assert bare == []
+
+
+def test_the_plan_counts_parameters_exactly(values: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(**{k: v for k, v in MODEL.items() if k != "model_type"})
+    model = transformers.Qwen3ForCausalLM(config)
+    hf = check(validate(values))
+    assert hf.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_plan_names_ranks_and_bytes(values: dict[str, Any]) -> None:
+    parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 2}
+    config = validate(put(values, parallel=parallel))
+    plan = make_plan(config, check(config))
+    layout = {row[0]: row[1] for row in plan.sections["Layout"]}
+    assert layout["trainer ranks"] == "8"
+    assert layout["replica 1 stage 1"] == "ranks 6, 7"
+    assert set(plan.sections) == {"Layout", "Batch", "Memory per rank", "Bytes per step"}
