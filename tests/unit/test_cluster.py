@@ -1,0 +1,138 @@
+"""Processes of a run: rank-zero agreement, the run directory's lock, and ends of processes in words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.cluster.processes import decode_exit, start, stop, tail
+from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
+from megatron_rl.cluster.run_dir import RunDir, RunDirError
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: object, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.02)
+
+
+def test_every_rank_gets_what_rank_zero_computed() -> None:
+    store = dist.HashStore()
+    got: dict[int, object] = {}
+
+    def rank(number: int) -> None:
+        zero = RankZero(store, number)
+        got[number] = [zero.run("a sum", lambda: number + 1, 20), zero.run("a word", lambda: f"from {number}", 20)]
+
+    threads = [threading.Thread(target=rank, args=(n,)) for n in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {n: [1, "from 0"] for n in range(3)}
+
+
+def test_a_failure_on_rank_zero_reaches_every_rank_with_its_message() -> None:
+    store = dist.HashStore()
+    with pytest.raises(ZeroDivisionError):
+        RankZero(store, 0).run("the impossible", lambda: 1 // 0, 5)
+    with pytest.raises(RankZeroError, match="the impossible: integer"):
+        RankZero(store, 1).run("the impossible", lambda: 0, 5)
+
+
+def test_waiting_for_rank_zero_ends_at_the_deadline_and_says_what_for() -> None:
+    with pytest.raises(RankZeroError, match=r"waited 0 s for rank 0: rollouts of step 7"):
+        RankZero(dist.HashStore(), 1).run("rollouts of step 7", lambda: 0, 0.1)
+
+
+def test_a_run_directory_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with run.locked(), pytest.raises(RunDirError, match=rf"in use by process {os.getpid()} on"), run.locked():
+        pass
+    with run.locked():
+        pass
+
+
+def test_an_earlier_run_is_not_overwritten_unless_resumed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.prepare(resume=False)
+    run.metrics.write_text("{}\n")
+    with pytest.raises(RunDirError, match="add --resume"):
+        run.prepare(resume=False)
+    run.prepare(resume=True)
+
+
+def test_an_unwritable_run_directory_is_a_plain_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match="choose another run_dir"):
+        RunDir(tmp_path / "file" / "run").prepare(resume=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended"),
+        (75, "can be resumed"),
+        (-9, "SIGKILL (out of memory"),
+        (137, "SIGKILL"),
+        (143, "SIGTERM"),
+        (3, "code 3"),
+    ],
+)
+def test_exit_codes_are_put_in_words(code: int, words: str) -> None:
+    assert words in decode_exit(code)
+
+
+def test_stopping_ends_the_grandchildren_too(tmp_path: Path) -> None:
+    script = "import subprocess,sys; p=subprocess.Popen(['sleep','600']); print(p.pid, flush=True); p.wait()"
+    role = start("engine", 0, [sys.executable, "-c", script], dict(os.environ), tmp_path / "log")
+    wait_until(lambda: tail(tmp_path / "log").strip())
+    grandchild = int(tail(tmp_path / "log"))
+    stop([role], timeout_s=10)
+    assert role.process.returncode == -signal.SIGTERM
+    wait_until(lambda: not alive(grandchild))
+
+
+def test_a_process_that_ignores_term_is_killed_after_the_timeout(tmp_path: Path) -> None:
+    script = (
+        "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
+    )
+    role = start("engine", 0, [sys.executable, "-c", script], dict(os.environ), tmp_path / "log")
+    wait_until(lambda: tail(tmp_path / "log").strip())
+    stop([role], timeout_s=0.3)
+    assert role.process.returncode == -signal.SIGKILL
+    assert "SIGKILL" in role.describe_exit()
+
+
+def test_a_role_dies_with_the_launcher_however_that_dies(tmp_path: Path) -> None:
+    launcher = (
+        "import os, sys, time; from pathlib import Path; from megatron_rl.cluster.processes import start\n"
+        "r = start('engine', 0, ['sleep', '600'], dict(os.environ), Path(sys.argv[1]))\n"
+        "print(r.process.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    wait_until(lambda: not alive(child))
