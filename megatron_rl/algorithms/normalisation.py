@@ -1,0 +1,75 @@
+"""The weight of each sequence's tokens in the loss, from counts over the whole batch of one optimizer step; the loss
+itself only sums weighted terms.
+
+Counting once and globally, before the first micro-batch, is what makes the loss independent of every split into
+micro-batches, ranks and packings. (numpy, float64)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NORMALISATIONS = ("token_mean", "seq_mean_token_mean", "constant")
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """Global denominators of one optimizer step: over all data-parallel ranks, no context-parallel token twice."""
+
+    tokens: int
+    """Σ_i N_i, trainable tokens."""
+    sequences: int
+    """Sequences with at least one trainable token."""
+
+    @classmethod
+    def of(cls, n_tokens: ArrayLike) -> BatchCounts:
+        """Counts of a batch from its trainable tokens per sequence [B]."""
+        n = np.asarray(n_tokens)
+        return cls(tokens=int(n.sum()), sequences=int((n > 0).sum()))
+
+    def __add__(self, other: BatchCounts) -> BatchCounts:
+        return BatchCounts(self.tokens + other.tokens, self.sequences + other.sequences)
+
+
+def token_weights(
+    normalisation: str, n_tokens: ArrayLike, constant: float | None = None, counts: BatchCounts | None = None
+) -> NDArray[np.float64]:
+    """Weight of each trainable token of a sequence, one number per sequence.
+
+        token_mean              1 / Σ_i N_i              (2503.14476)
+        seq_mean_token_mean     1 / (N_i B)              (2402.03300)
+        constant                1 / (B L)                (2503.20783)
+
+    with B the sequences that have a trainable token. A token's weight in the loss is this times its mask.
+
+    Args:
+        normalisation: one of NORMALISATIONS.
+        n_tokens: [B] trainable tokens N_i of each sequence.
+        constant: L, a configured length such as the longest response, never a padded width; `constant` only.
+        counts: global counts when `n_tokens` is only one rank's or micro-batch's part; None: it is the whole batch.
+
+    Returns:
+        [B] float64; 0 for a fully masked sequence, so all 0 for a fully masked batch.
+
+    Raises:
+        ValueError: an unknown normalisation, or `constant` without a positive L.
+    """
+    n = np.asarray(n_tokens, dtype=np.float64)
+    counts = BatchCounts.of(n) if counts is None else counts
+    if normalisation == "token_mean":
+        denominator = np.full_like(n, counts.tokens)
+    elif normalisation == "seq_mean_token_mean":
+        denominator = n * counts.sequences
+    elif normalisation == "constant":
+        if constant is None or not constant > 0:
+            raise ValueError(
+                f"normalisation=constant needs a length greater than 0, such as the longest response; got {constant}"
+            )
+        denominator = np.full_like(n, counts.sequences * constant)
+    else:
+        raise ValueError(f"normalisation={normalisation!r}: use one of {', '.join(NORMALISATIONS)}")
+    live = n > 0
+    return np.divide(1.0, denominator, out=np.zeros_like(n), where=live)
