@@ -1,1 +1,86 @@
-"""Fixtures and switches that every kind of test needs; fixtures of one kind live in that kind's own conftest."""
+"""Switches and reports that every kind of test shares; fixtures of one kind live in that kind's own conftest.
+
+What it adds to pytest:
+
+- a closing table with the duration of every test (set-up, body and tear-down together), slowest first;
+- `gpu` tests are skipped where there is no CUDA device;
+- with `--strict-skips` (CI), a test that skips for a reason other than `EXPECTED_SKIPS` counts as failed, so that a
+  missing package can never turn the suite green.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Generator
+
+import pytest
+
+# Before torch is imported anywhere: tests start several processes on few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+EXPECTED_SKIPS = (
+    "needs a CUDA device",
+    "needs Transformer Engine",
+)
+"""How the reason of a skip may begin on a machine that runs the first tier."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--strict-skips", action="store_true", help="a skip whose reason tests/conftest.py does not list is a failure"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if not hasattr(report, "wasxfail"):
+        _refuse_unexpected_skip(report, item.config)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _refuse_unexpected_skip(report, collector.config)
+    return report
+
+
+def _refuse_unexpected_skip(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
+    if not report.skipped or not config.getoption("--strict-skips"):
+        return
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if not reason.startswith(EXPECTED_SKIPS):
+        report.outcome = "failed"
+        report.longrepr = f"skipped for a reason that tests/conftest.py does not expect: {reason or '(none given)'}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+    if seconds:
+        terminalreporter.section(f"seconds per test ({len(seconds)} tests, {sum(seconds.values()):.1f} s)")
+        for name, duration in sorted(seconds.items(), key=lambda pair: -pair[1]):
+            terminalreporter.write_line(f"{duration:9.3f}  {name}")

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Every check of the repository with one command; it makes its own environment first. CI runs exactly this.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+# shellcheck source=launch/lib.sh
+source "$here/../launch/lib.sh"
+
+usage() {
+  cat <<'HELP'
+Usage: tests/run.sh [--fast | --all] [--no-lint] [pytest arguments ...]
+
+  (no option)  the first tier: linters, types, import rules, then every test that is neither slow nor needs a GPU
+  --fast       the unit tests only, without linters: seconds, while working
+  --all        the first tier and the slow tests; with a CUDA device the gpu tests as well
+  --no-lint    tests only
+  -h, --help   this text
+
+Anything else goes to pytest:  tests/run.sh --fast -k config     tests/run.sh tests/unit/test_config.py -x
+The environment lives in .venv in the repository; making it takes about a minute, once.
+With CI=true a test that skips for a reason not listed in tests/conftest.py counts as failed.
+
+Exit code: 0 when all is well, 1 when something failed, 10 to 17 when the set-up failed (see docs/troubleshooting.md).
+HELP
+}
+
+tier=first
+lint=yes
+arguments=()
+while (($#)); do
+  case "$1" in
+    --fast) tier=fast ;;
+    --all) tier=all ;;
+    --no-lint) lint=no ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    *) arguments+=("$1") ;;
+  esac
+  shift
+done
+
+mrl_setup cpu dev
+cd "$MRL_ROOT"
+export PATH="$MRL_VENV/bin:$PATH"
+# One thread a process: the tests start up to four processes and CI has two cores. No test may reach a model hub.
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+failed=()
+
+check() { # NAME COMMAND...; runs on after a failure, so that one run shows everything that is wrong
+  local name=$1 started=$SECONDS
+  shift
+  printf '\n== %s\n' "$name"
+  if "$@"; then
+    printf -- '-- %s: ok, %d s\n' "$name" $((SECONDS - started))
+  else
+    failed+=("$name")
+    printf -- '-- %s: FAILED, %d s\n' "$name" $((SECONDS - started))
+  fi
+}
+
+lint_all() {
+  check "ruff (bugs, style, docstrings)" ruff check .
+  check "ruff (format)" ruff format --check .
+  check "shellcheck" shellcheck -x --source-path="$MRL_ROOT" launch/*.sh tests/run.sh .ci/run
+  check "import rules" lint-imports --no-cache
+  check "mypy (types)" mypy
+}
+
+case "$tier" in
+  fast)
+    lint=no
+    selection=(-m "not slow and not gpu" --ignore tests/parallel --ignore tests/contract --ignore tests/e2e)
+    ;;
+  first) selection=(-m "not slow and not gpu") ;;
+  all) selection=() ;;
+esac
+if [[ -n "${CI:-}" ]]; then selection+=(--strict-skips); fi
+
+if [[ "$lint" == yes ]]; then lint_all; fi
+check "pytest ($tier)" python -m pytest ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
+
+if ((${#failed[@]})); then
+  printf '\nFAILED: %s\n' "$(printf '%s; ' "${failed[@]}")"
+  exit 1
+fi
