@@ -1,0 +1,96 @@
+"""Writes the directory of the quickstart: model, training, evaluation and warm-up files; the rules behind are `generators.py`.
+
+    DIR/model/          a random Qwen3 of 0.4 million parameters with its tokenizer
+    DIR/train.jsonl     prompts to learn from          DIR/eval.jsonl   held-out prompts, none of them in the others
+    DIR/sft.jsonl       warm-up examples that teach the format
+    DIR/quickstart.json what the directory was made from, and the mark that it may be replaced
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from .generators import Prompts, countdown, sort_digits
+from .records import DataError, PromptRecord
+from .tiny_model import write_tiny_model
+
+MARK = "quickstart.json"
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """What to write. `prompts`, `eval_prompts` and `sft_prompts` are numbers of records.
+
+    `digits` is used by `sort`, `style` by `countdown` (`english` for a real language model). Without `model` only the
+    prompt files are written.
+    """
+
+    seed: int = 0
+    task: Literal["sort", "countdown"] = "sort"
+    digits: int = 4
+    prompts: int = 4096
+    eval_prompts: int = 512
+    sft_prompts: int = 4096
+    style: Literal["compact", "english"] = "compact"
+    model: bool = True
+
+    def make_prompts(self) -> Prompts:
+        """The records; raises `DataError` when there are not as many different ones."""
+        counts = (self.prompts, self.eval_prompts, self.sft_prompts)
+        if min(counts) < 0 or self.prompts < 1:
+            raise DataError(f"prompts, eval_prompts, sft_prompts = {counts}: at least 1 prompt, and none negative")
+        if self.task == "sort":
+            return sort_digits(self.seed, *counts, digits=self.digits)
+        if self.style == "english":
+            return countdown(self.seed, *counts, (3, 4), max_number=25, operators="+-*", style="english")
+        return countdown(self.seed, *counts)
+
+
+def write_quickstart(out: Path, what: Quickstart) -> None:
+    """Write `out`; the same arguments give the same bytes.
+
+    A directory written before is replaced as a whole, any other one that is not empty is refused (`DataError`).
+    """
+    if out.exists() and not (out / MARK).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise DataError(f"{out} exists and was not written by this tool; choose another directory, or remove it")
+    prompts = what.make_prompts()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        os.chmod(temporary, 0o755)
+        _fill(temporary, what, prompts)
+        if out.exists():
+            before = temporary.with_name(temporary.name + ".before")
+            os.replace(out, before)
+            os.replace(temporary, out)
+            shutil.rmtree(before)
+        else:
+            os.replace(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fill(directory: Path, what: Quickstart, prompts: Prompts) -> None:
+    if what.model:
+        write_tiny_model(directory / "model", what.seed)
+    for name, records in (("train", prompts.train), ("eval", prompts.evaluation), ("sft", prompts.sft)):
+        write_records(directory / f"{name}.jsonl", records)
+    (directory / MARK).write_bytes(orjson.dumps(asdict(what), option=orjson.OPT_INDENT_2) + b"\n")
+    for file in directory.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def write_records(file: Path, records: Iterable[PromptRecord]) -> None:
+    """One line of JSON a record, as `PromptDataset.load` reads them."""
+    file.write_bytes(b"".join(orjson.dumps(record.to_dict()) + b"\n" for record in records))
