@@ -1,4 +1,4 @@
-"""Runs unmodified Megatron-Core over gloo on a machine without CUDA; nothing else belongs here, and with CUDA it is inert.
+"""Runs unmodified Megatron-Core over gloo without CUDA; nothing else belongs here, and with CUDA it is inert.
 
 Megatron-Core hard-codes CUDA in places that no option reaches. Each `Entry` of `ENTRIES` answers one of them, names it,
 and has a test that fails without it (tests/unit/test_cpu_backend.py). Entries touch Megatron's own modules wherever
@@ -37,7 +37,7 @@ class Entry:
 def install(*, exclude: Collection[str] = ()) -> bool:
     """Install every entry but those named in `exclude`; True if the CPU stands in for CUDA in this process.
 
-    Call it before Megatron touches a device. With CUDA it does nothing and returns False; a second call changes nothing.
+    Call it before Megatron touches a device. With CUDA it does nothing and returns False. Calling it twice is fine.
     Raises `ValueError` when `exclude` names an unknown entry.
     """
     unknown = set(exclude) - {entry.name for entry in ENTRIES}
@@ -65,19 +65,7 @@ def _replace(owner: Any, attribute: str, replacement: Any) -> None:
     setattr(owner, attribute, replacement)
 
 
-# ---------------------------------------------------------------------------------------------- stand-ins for torch.cuda
-
-
-class _Stream:
-    """A stream of a machine on which every operation has finished when its call returns."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+# -- stand-ins for torch.cuda
 
 
 def _torch_cuda(**replacements: Any) -> Callable[[], Iterator[tuple[Any, str, Any]]]:
@@ -88,7 +76,7 @@ def _torch_cuda(**replacements: Any) -> Callable[[], Iterator[tuple[Any, str, An
     return patches
 
 
-# ------------------------------------------------------------------------------------------ device="cuda" literals
+# -- device="cuda" literals
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +108,7 @@ def _literals_of(module: str) -> Callable[[], Iterator[tuple[Any, str, Any]]]:
     return patches
 
 
-# ------------------------------------------------------------------------------------------------- tensor methods
+# -- tensor methods
 
 
 def _tensor_cuda() -> Iterator[tuple[Any, str, Any]]:
@@ -140,7 +128,7 @@ def _tensor_type() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "type", type_
 
 
-# --------------------------------------------------------------------------------------------------------- RNG
+# -- random numbers
 
 
 def _rng_tracker() -> Iterator[tuple[Any, str, Any]]:

@@ -108,7 +108,7 @@ def packed_layout(packed: PackedSeqParams, num_tokens: int) -> PackedLayout:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding of `[..., head_dim]`: pairs (i, i + head_dim / 2) turned by their angle (RoFormer, 2104.09864)."""
+    """Rotary embedding (2104.09864) of `[..., head_dim]`: turns pairs (i, i + head_dim / 2) by their token's angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,7 +117,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
@@ -212,10 +213,10 @@ class PackedAttention(MegatronModule):
         if not layout.is_padded:
             return self._attend(query, key, value, layout.buckets[0])
         query, key, value = (_Pad.apply(x, layout) for x in (query, key, value))
-        outputs = [
-            self._attend(*(x.narrow(0, b.begin, b.count * b.length) for x in (query, key, value)), b)
-            for b in layout.buckets
-        ]
+        outputs = []
+        for bucket in layout.buckets:
+            rows = slice(bucket.begin, bucket.begin + bucket.count * bucket.length)
+            outputs.append(self._attend(query[rows], key[rows], value[rows], bucket))
         return _Unpad.apply(outputs[0] if len(outputs) == 1 else torch.cat(outputs), layout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:

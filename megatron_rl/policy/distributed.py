@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_rl import cpu_backend
 
 if TYPE_CHECKING:
-    from megatron_rl.config import ParallelConfig
+    from megatron_rl.config.parallel import ParallelConfig
 
 
 class DistributedError(RuntimeError):
@@ -72,10 +72,11 @@ def _check_environment(parallel_cfg: ParallelConfig) -> None:
     world = int(os.environ["WORLD_SIZE"])
     if world != parallel_cfg.world_size:
         raise DistributedError(
-            f"{world} processes were started, but section `parallel` needs {parallel_cfg.world_size} "
-            f"(tensor {parallel_cfg.tensor_model_parallel_size} x pipeline {parallel_cfg.pipeline_model_parallel_size} x "
-            f"context {parallel_cfg.context_parallel_size} x data {parallel_cfg.data_parallel_size}): "
-            "start that many, or change parallel.data_parallel_size"
+            f"{world} processes were started, but section `parallel` needs {parallel_cfg.world_size}: "
+            f"tensor {parallel_cfg.tensor_model_parallel_size} x "
+            f"pipeline {parallel_cfg.pipeline_model_parallel_size} x "
+            f"context {parallel_cfg.context_parallel_size} x data {parallel_cfg.data_parallel_size}. "
+            "Start that many, or change parallel.data_parallel_size"
         )
 
 

@@ -1,4 +1,4 @@
-"""Chooses Megatron's layer spec: Transformer Engine's when it can run, else the local one with our norm and attention."""
+"""Chooses Megatron's layer spec: Transformer Engine's when it can run, else the local one with our own modules."""
 
 from __future__ import annotations
 

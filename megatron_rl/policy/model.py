@@ -144,12 +144,18 @@ def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
 
 
 def _parallel_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel_cfg.virtual_pipeline_model_parallel_size is not None
     return {
         "tensor_model_parallel_size": parallel_cfg.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel_cfg.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel_cfg.virtual_pipeline_model_parallel_size,
         "sequence_parallel": parallel_cfg.sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
+        # With interleaving at PP 2, both directions go to the same peer and batched sends are matched by their order:
+        # silently wrong. Separate sends are right, but over gloo the buffer of a pending send must live on.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": torch.cuda.is_available() or not interleaved,
     }
 
 

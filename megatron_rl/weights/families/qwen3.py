@@ -1,0 +1,8 @@
+"""The table of Qwen3 (dense): Llama with a norm on every head's query and key."""
+
+from __future__ import annotations
+
+from megatron_rl.weights.families.common import ATTENTION, MLP, QK_NORM, QKV_BIAS, TOP
+from megatron_rl.weights.mapping import Family
+
+FAMILY = Family(model_type="qwen3", top=TOP, layer=ATTENTION + QKV_BIAS + QK_NORM + MLP)

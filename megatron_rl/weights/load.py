@@ -1,0 +1,69 @@
+"""Fills Megatron model chunks from a Hugging Face directory: each rank reads its own slices, without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.families import family_of
+from megatron_rl.weights.layouts import Shard
+from megatron_rl.weights.mapping import Family, Mapped, mapped_parameters
+from megatron_rl.weights.reader import SafetensorsReader, some_names
+
+if TYPE_CHECKING:
+    from megatron_rl.config import HfConfig
+
+
+@torch.no_grad()
+def load_hf_weights(chunks: Sequence[Any], hf: HfConfig, path: str | Path) -> None:
+    """Load `path`/*.safetensors into this rank's chunks (with or without data-parallel wrapper).
+
+    Values are converted to the parameters' dtype. Every tensor of the checkpoint must belong to the model and every
+    parameter must be found, on whichever rank; both are checked by name on all ranks before anything is read.
+
+    Raises:
+        WeightsError: unreadable files, missing, left-over or unmapped tensors, shapes that differ from config.json's.
+    """
+    from megatron.core import parallel_state
+
+    family, reader = family_of(hf), SafetensorsReader(path)
+    _check_names(reader, family, hf)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for chunk in chunks:
+        for mapped in mapped_parameters(chunk, family, hf):
+            _load(mapped, reader, Shard(rank, size, mapped.parameter.shape[0]), hf)
+
+
+def _check_names(reader: SafetensorsReader, family: Family, hf: HfConfig) -> None:
+    expected = family.hf_names(hf)
+    if missing := expected - reader.names:
+        raise WeightsError(
+            f"{reader.path}: the safetensors files lack {some_names(missing)}; "
+            "config.json and weights do not belong together, or a file was not copied"
+        )
+    left_over = {name for name in reader.names - expected if not family.ignores(name, hf)}
+    if left_over:
+        raise WeightsError(
+            f"{reader.path}: {some_names(left_over)} have no place in a {family.model_type!r} model as config.json "
+            "describes it; the two do not belong together, or the model has parts that are not supported"
+        )
+
+
+def _load(mapped: Mapped, reader: SafetensorsReader, shard: Shard, hf: HfConfig) -> None:
+    sources = [reader[name] for name in mapped.hf]
+    shapes = ", ".join(f"{source.name} {list(source.shape)}" for source in sources)
+    try:
+        local = mapped.layout.local(sources, shard, hf)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise WeightsError(f"{reader.path}: {shapes} cannot be cut for {mapped.name!r}: {error}") from error
+    if local.shape != mapped.parameter.shape:
+        raise WeightsError(
+            f"{reader.path}: {shapes} gives {list(local.shape)} where {mapped.name!r} needs "
+            f"{list(mapped.parameter.shape)}; config.json and weights do not belong together"
+        )
+    mapped.parameter.copy_(local)

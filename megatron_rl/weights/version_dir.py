@@ -1,0 +1,200 @@
+"""Writes the policy as a Hugging Face directory that engines load, atomically, and removes old ones; tells no engine.
+
+On disk, below `RUN/weights`:
+
+    v000012/                         a complete Hugging Face directory; it exists under this name or not at all
+        model.safetensors            with one pipeline stage; else one file per stage and the index:
+        model-00001-of-00002.safetensors, ..., model.safetensors.index.json
+        config.json                  the source's, with the dtype of the written weights
+        tokenizer.json, ...          whatever else the source directory holds beside weights
+    .writing-v000012/                what a crash while writing leaves; the next write or prune removes it
+    .removing-v000009/               what a crash while removing leaves; likewise
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.export import export_hf_weights
+from megatron_rl.weights.reader import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from megatron_rl.config import HfConfig
+
+_WRITING, _REMOVING = ".writing-", ".removing-"
+_VERSION = re.compile(r"v(\d{6,})")
+_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
+
+
+def version_path(weights_dir: str | Path, version: int) -> Path:
+    """`weights_dir`/v000012 for version 12."""
+    return Path(weights_dir) / f"v{version:06d}"
+
+
+def write_version(chunks: Sequence[Any], hf: HfConfig, source_dir: str | Path, out_dir: str | Path) -> Path:
+    """Write this policy to `out_dir`; collective over all ranks. An existing `out_dir` is replaced.
+
+    The first replica (data-parallel rank 0) writes: tensor-parallel rank 0 of each pipeline stage its own file, global
+    rank 0 all else. All ranks see the same file system. When any rank fails, all raise and `out_dir` does not change.
+
+    Args:
+        chunks: this rank's model chunks, bare or wrapped, with up-to-date parameters.
+        source_dir: where config.json, the tokenizer and generation settings are copied from.
+        out_dir: usually `version_path(...)`; its parent is created.
+
+    Returns:
+        `out_dir`, complete and durable.
+
+    Raises:
+        WeightsError: some rank could not write (disk full, permissions); the cause is chained on that rank.
+    """
+    from megatron.core import parallel_state
+
+    out_dir, source_dir = Path(out_dir), Path(source_dir)
+    writing = out_dir.with_name(_WRITING + out_dir.name)
+    is_main = dist.get_rank() == 0
+    with _AllOrNothing(f"prepare {writing}"):
+        if is_main:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+    with _AllOrNothing(f"write {writing}"):
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+            _write_stage(chunks, hf, writing)
+    with _AllOrNothing(f"complete {out_dir}"):
+        if is_main:
+            _write_index(writing)
+            _copy_other_files(source_dir, writing, _dtype_of(chunks))
+            _sync_directory(writing)
+            _move_into_place(writing, out_dir)
+    return out_dir
+
+
+class _AllOrNothing:
+    """A phase after which all ranks go on, or all raise: no rank waits for one that has failed."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # killed: the process ends here
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        failed = torch.tensor([dist.get_rank() + 1 if error is not None else 0], device=device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if error is not None:
+            raise WeightsError(f"could not {self.what}: {error}; free space or fix permissions, then resume") from error
+        if failed.item():
+            raise WeightsError(f"could not {self.what}: rank {int(failed) - 1} failed, see its log")
+
+
+def _write_stage(chunks: Sequence[Any], hf: HfConfig, writing: Path) -> None:
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0
+    tensors = {}
+    for name, tensor in export_hf_weights(chunks, hf):
+        if writes:  # the other ranks only take part in the gathering
+            tensors[name] = tensor.cpu().contiguous()
+    if writes:
+        file = writing / (SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors")
+        save_file(tensors, file, metadata={"format": "pt"})
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+
+
+def _write_index(writing: Path) -> None:
+    files = sorted(writing.glob("*.safetensors"))
+    if [file.name for file in files] == [SINGLE]:
+        return
+    weight_map: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            weight_map |= dict.fromkeys(handle.keys(), file.name)
+    total = sum(file.stat().st_size for file in files)
+    _write_json(writing / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _dtype_of(chunks: Sequence[Any]) -> torch.dtype:
+    return next(parameter.dtype for chunk in chunks for parameter in chunk.parameters())
+
+
+def _copy_other_files(source_dir: Path, writing: Path, dtype: torch.dtype) -> None:
+    for file in source_dir.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
+            shutil.copyfile(file, writing / file.name)
+    config = json.loads((source_dir / "config.json").read_text())
+    # transformers 5 reads "dtype", transformers 4 and SGLang "torch_dtype".
+    config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(dtype).removeprefix("torch."))
+    _write_json(writing / "config.json", config)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    with path.open("w") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move_into_place(writing: Path, out_dir: Path) -> None:
+    if out_dir.exists():
+        _remove(out_dir)
+    os.replace(writing, out_dir)
+    _sync_directory(out_dir.parent)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory so that a crash leaves no half of it under its name."""
+    removing = path.with_name(_REMOVING + path.name)
+    shutil.rmtree(removing, ignore_errors=True)
+    os.replace(path, removing)
+    shutil.rmtree(removing)
+
+
+def list_versions(weights_dir: str | Path) -> list[tuple[int, Path]]:
+    """All complete versions below `weights_dir`, oldest first."""
+    folder = Path(weights_dir)
+    if not folder.is_dir():
+        return []
+    matches = [(_VERSION.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def prune_versions(weights_dir: str | Path, keep: int, in_use: Collection[int] = ()) -> list[int]:
+    """Remove all but the newest `keep` versions and those in `in_use`; and what crashes have left. One caller only.
+
+    Returns the versions removed.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least the newest version must stay; use keep=1 or more")
+    folder, removed = Path(weights_dir), []
+    for version, path in list_versions(folder)[:-keep]:
+        if version not in in_use:
+            _remove(path)
+            removed.append(version)
+    for path in [*folder.glob(f"{_WRITING}*"), *folder.glob(f"{_REMOVING}*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    return removed
