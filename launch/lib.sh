@@ -8,7 +8,7 @@
 #   "$MRL_VENV/bin/megatron-rl" --help
 #
 # What it remembers: .venv/megatron-rl-setup holds `installing` while packages are being written and, after that, a
-# fingerprint of everything the result depends on plus the extras installed. An equal fingerprint means nothing to do;
+# fingerprint of everything the result depends on, the extras and the checkout's path. Equal means nothing to do;
 # `installing` found later means that a set-up was cut off, and the environment is built anew.
 #
 # What a user may set:
@@ -34,7 +34,7 @@ mrl_fail() { # CODE LINE...
   shift
   printf '[setup] ERROR: %s\n' "$1" >&2
   shift
-  if (($#)); then printf '[setup]   %s\n' "$@" >&2; fi
+  if (($#)); then printf '%s\n' "$@" | sed 's/^/[setup]   /' >&2; fi
   exit "$code"
 }
 
@@ -77,6 +77,10 @@ mrl_find_python() { # sets MRL_PYTHON, or explains what is missing
       "Debian and Ubuntu: sudo apt-get install python$MRL_PYTHON_VERSION-venv" \
       "or point MEGATRON_RL_PYTHON at another Python $MRL_PYTHON_VERSION."
   fi
+  if [[ -n "${MEGATRON_RL_PYTHON:-}" ]]; then
+    mrl_fail 10 "MEGATRON_RL_PYTHON=$MEGATRON_RL_PYTHON is not a working 64-bit CPython $MRL_PYTHON_VERSION." \
+      "Unset it to search PATH, pyenv and uv, or point it at such a Python."
+  fi
   mrl_fail 10 "no Python $MRL_PYTHON_VERSION found (the version that megatron-rl is tested with). Seen:${seen:- none}" \
     "Any of these installs one, for your user alone:" \
     "  uv python install $MRL_PYTHON_VERSION        (https://docs.astral.sh/uv; found without further settings)" \
@@ -88,7 +92,7 @@ mrl_find_python() { # sets MRL_PYTHON, or explains what is missing
 
 # ------------------------------------------------------------------------------------------------- is there anything to do
 
-mrl_fingerprint() { # of what the environment was built from; a moved checkout counts as changed, since scripts hold paths
+mrl_fingerprint() { # of what the environment was built from
   local version
   version="$("$MRL_VENV/bin/python" -c 'import sys; print(sys.version)' 2>/dev/null)" || version="no python"
   {
@@ -166,10 +170,13 @@ mrl_prepare_venv() { # keep a usable .venv, replace one that was cut off, refuse
     mrl_fail 17 "$MRL_VENV exists and was not made by this script." "Move it away or delete it, and run this again."
   fi
   if [[ "$(mrl_state_line 1)" == installing ]]; then
-    mrl_say "an earlier set-up was cut off; starting afresh"
+    mrl_say "an earlier set-up did not finish; starting afresh"
     rm -rf "$MRL_VENV"
-  elif [[ -e "$MRL_VENV" ]] && ! "$MRL_VENV/bin/python" -m pip --version 2>/dev/null | grep -qF "$MRL_VENV/"; then
-    mrl_say "$MRL_VENV no longer works (its Python is gone, or the checkout was moved); starting afresh"
+  elif [[ -e "$MRL_VENV" && "$(mrl_state_line 3)" != "$MRL_ROOT" ]]; then
+    mrl_say "the checkout was moved, and the scripts in .venv hold the old path; starting afresh"
+    rm -rf "$MRL_VENV"
+  elif [[ -e "$MRL_VENV" ]] && ! "$MRL_VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    mrl_say "the Python that $MRL_VENV was made with is gone; starting afresh"
     rm -rf "$MRL_VENV"
   fi
   if [[ ! -e "$MRL_VENV" ]]; then
@@ -195,9 +202,12 @@ mrl_interrupted() {
   exit 130
 }
 
-mrl_explain_pip() { # WHAT; turn the end of pip's log into one message
+# shellcheck disable=SC2016  # the dollar signs are sed's
+mrl_last_pip_log() { sed -n '/^\$ pip install /h; /^\$ pip install /!H; ${x;p;}' "$MRL_LOG"; } # of the last call only
+
+mrl_explain_pip() { # WHAT; turn pip's log into one message
   local recent
-  recent="$(tail -n 60 "$MRL_LOG")"
+  recent="$(mrl_last_pip_log)"
   if grep -qE 'No space left on device|Disk quota exceeded' <<<"$recent"; then
     mrl_fail 12 "the disk filled up while installing $1 (the checkout's, or the one that holds ${TMPDIR:-/tmp})." \
       "Free some space and run this again. Log: $MRL_LOG"
@@ -206,7 +216,11 @@ mrl_explain_pip() { # WHAT; turn the end of pip's log into one message
     mrl_fail 13 "the package index was not reached while installing $1." \
       "Check the network (or pip's proxy and index settings: pip config list) and run this again. Log: $MRL_LOG"
   fi
-  mrl_fail 15 "pip could not install $1:" "$(grep -E 'ERROR|error:' <<<"$recent" | tail -n 5)" "Log: $MRL_LOG"
+  if grep -qE 'No matching distribution|ResolutionImpossible' <<<"$recent"; then
+    mrl_fail 13 "the package index was not reached, or does not offer what constraints-cpu.txt pins, while installing $1." \
+      "Check the network and pip's index settings (pip config list) and run this again. Log: $MRL_LOG"
+  fi
+  mrl_fail 15 "pip could not install $1. The end of $MRL_LOG:" "$(tail -n 8 <<<"$recent")"
 }
 
 # On Linux a plain `torch` from PyPI is a CUDA build of several GB. Asking for the local version label +cpu makes it
@@ -236,7 +250,7 @@ mrl_torch_version() { # in .venv, without the label of the build; empty when abs
 }
 
 mrl_explain_no_torch() { # VERSION INDEX
-  if tail -n 60 "$MRL_LOG" | grep -qE 'No space left on device|Disk quota exceeded'; then mrl_explain_pip "torch $1"; fi
+  if mrl_last_pip_log | grep -qE 'No space left on device|Disk quota exceeded'; then mrl_explain_pip "torch $1"; fi
   mrl_fail 14 "no CPU build of torch $1 for Python $MRL_PYTHON_VERSION came from $2." \
     "A mirror of the CPU builds:          export MEGATRON_RL_TORCH_INDEX=https://your.mirror/whl/cpu" \
     "A folder with the wheel:             export PIP_FIND_LINKS=/path/to/folder" \
@@ -253,7 +267,7 @@ mrl_install() { # EXTRA...; leaves .venv ready for them and for what was install
   # With setuptools in place no build environment is made: what is pinned is what builds.
   mrl_pip -c "$MRL_ROOT/constraints-cpu.txt" --no-build-isolation -e "${MRL_ROOT}[${extras// /,}]" || mrl_explain_pip megatron-rl
   "$MRL_VENV/bin/python" -m pip check >>"$MRL_LOG" 2>&1 || mrl_fail 15 "the installed packages do not fit together:" "$(tail -n 5 "$MRL_LOG")"
-  mrl_write_state "$(mrl_fingerprint)" "$extras"
+  mrl_write_state "$(mrl_fingerprint)" "$extras" "$MRL_ROOT"
   mrl_say "ready after $((SECONDS - started)) s"
 }
 
