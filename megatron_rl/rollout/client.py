@@ -1,0 +1,150 @@
+"""The generation client: batched `/generate` requests to N replicas, with deadlines, bounded concurrency, few retries.
+
+Only transport errors are retried (connection refused or reset, 502, 503); what an engine answers is final. Control
+calls to all replicas are in `control.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+
+import aiohttp
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from .protocol import EngineError, Generation, Prompt, SamplingSettings, generate_request, parse_generations
+from .router import Gate, Router
+from .sample import group_of
+from .session import error_text, open_session
+
+log = logging.getLogger(__name__)
+ABORT_TIMEOUT_S = 5.0
+
+
+class TransportError(EngineError):
+    """The connection failed, or something in front of the engine said 502 or 503; the request may be sent again."""
+
+
+class EngineClient:
+    """Sends groups to replicas. Use as an async context manager.
+
+    Args:
+        urls: base URLs of equal replicas.
+        vocab_size: token ids must be below it.
+        concurrency: sequences in flight at once, over all replicas.
+        request_timeout_s: deadline of one request, its retries included.
+        retries: further attempts after a transport error.
+        api_key: bearer token of the engines, if they want one.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        vocab_size: int,
+        concurrency: int = 512,
+        request_timeout_s: float = 600.0,
+        retries: int = 3,
+        api_key: str | None = None,
+    ) -> None:
+        self._router = Router([url.rstrip("/") for url in urls])
+        self._gate = Gate(concurrency)
+        self._vocab_size, self._timeout_s, self._retries = vocab_size, request_timeout_s, retries
+        self._api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+        self.transport_errors = 0
+
+    async def __aenter__(self) -> EngineClient:
+        self._session = open_session(self._api_key)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def urls(self) -> list[str]:
+        """All replicas."""
+        return self._router.urls
+
+    async def generate(self, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[Generation]:
+        """One request for all `prompts`, whole groups; answers in their order. When cancelled, the engine is told.
+
+        Raises:
+            TransportError: still no connection after the last attempt.
+            ProtocolError, GenerationAborted: see `parse_generations`.
+            EngineError: the engine refused (its message is carried), or the deadline passed.
+        """
+        groups = list(dict.fromkeys(group_of(p.rid) for p in prompts))
+        body = generate_request(prompts, settings)
+        async with self._gate.hold(len(prompts)):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    url, answer = await self._send(groups, body, len(prompts))
+            except TimeoutError:
+                where = self._router.home(groups[0]) or "(none reachable)"
+                await self._abort(groups)
+                raise EngineError(
+                    f"engine {where}: no answer to /generate for {groups[0]}* ({len(prompts)} sequences) within "
+                    f"{self._timeout_s:g} s (rollout.request_timeout_s); look at its log, or raise the deadline"
+                ) from None
+            except asyncio.CancelledError:
+                await self._abort(groups)
+                raise
+            finally:
+                self._router.forget(groups[0])
+        return parse_generations(answer, prompts, settings, url=url, vocab_size=self._vocab_size)
+
+    async def _send(self, groups: list[str], body: bytes, sequences: int) -> tuple[str, bytes]:
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(TransportError),
+            stop=stop_after_attempt(self._retries + 1),
+            wait=wait_random_exponential(multiplier=0.1, max=5.0),
+            before_sleep=_log_retry,
+            reraise=True,
+        )
+        async for attempt in attempts:
+            with attempt, self._router.route(groups[0], sequences) as url:
+                try:
+                    return url, await self._post(url, body)
+                except TransportError:
+                    self.transport_errors += 1
+                    await self._abort(groups)  # what the broken connection left running must not meet its successor
+                    self._router.failed(groups[0], url)
+                    raise
+        raise AssertionError("unreachable: the last attempt raises")
+
+    async def _post(self, url: str, body: bytes) -> bytes:
+        assert self._session is not None, "EngineClient is used outside `async with`"
+        try:
+            headers = {"Content-Type": "application/json"}
+            async with self._session.post(f"{url}/generate", data=body, headers=headers) as response:
+                answer = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise TransportError(f"engine {url}: /generate: {type(error).__name__}: {error}; is it running?") from error
+        if response.status in (502, 503):
+            raise TransportError(f"engine {url}: /generate: HTTP {response.status}: {error_text(answer)}")
+        if response.status != 200:
+            raise EngineError(f"engine {url}: /generate refused with HTTP {response.status}: {error_text(answer)}")
+        return answer
+
+    async def _abort(self, groups: Sequence[str]) -> None:
+        """Abort all rids that begin so, at the replica that has them. Silent if it cannot be reached."""
+        url = self._router.home(groups[0])
+        if url is None:
+            return
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S)
+        with suppress(aiohttp.ClientError, TimeoutError):
+            for group in groups:
+                async with self._session.post(f"{url}/abort_request", json={"rid": group}, timeout=timeout) as response:
+                    await response.read()
+
+
+def _log_retry(state: RetryCallState) -> None:
+    log.warning("%s; attempt %d follows", state.outcome and state.outcome.exception(), state.attempt_number + 1)

@@ -1,0 +1,220 @@
+"""The controller process: prompts in, verified rollouts out, one step at a time, for a trainer that pulls them.
+
+    trainer rank 0 --POST weights k--> [step loop] --groups--> [group task] x N --/generate--> engines
+                                            |                       |
+                                            |                       '--score--> reward workers
+    trainer leaders <--table, samples-- [server] <--batch k-- [step loop] <--done k-- trainer rank 0
+    trainer rank 0  --POST eval------->  [eval loop] --/generate, score--> engines, reward workers
+
+step loop    consumes a published version k, then prompts in cursor order
+             waits for the trainer's POST /v1/weights; groups_per_step usable groups (rollout.step_timeout_s); the
+                       trainer's POST /v1/step/k/done
+             unblocked by those two requests, and by every group task that ends
+             produces batch k; the dump of step k; free slots
+group task   consumes one prompt
+             waits for room at the gate; one engine's answer (rollout.request_timeout_s); verifiers (reward.timeout_s)
+             unblocked by the same, or cancelled by the step loop, which tells the engine
+             produces one judged group, or an error that fails the step
+eval loop    consumes queued evaluations, one after the other
+             waits for POST /v1/eval; all groups of the evaluation (rollout.step_timeout_s)
+             unblocked by those
+             produces metrics and a dump
+server       consumes the trainer's requests, waits for nothing but the disk, answers at once
+
+The controller never waits on the trainer with a deadline and never lets the trainer wait: it answers with a status, and
+a failure of any loop becomes status `failed` with its message. Admission: see `pool.py`. Scheduling: `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from megatron_rl.config import Config, read_hf_config
+from megatron_rl.data import PromptCursor, PromptDataset, PromptTokenizer, fit_to_length
+
+from .client import EngineClient
+from .dump import remove_dumps_from, rollout_file, write_dump
+from .endpoint import Endpoint, controller_file, engine_urls, publish
+from .evaluation import Evaluator
+from .generate import GroupMaker
+from .pool import GroupPool, capacity_of
+from .sample import Sample
+from .scheduler import Scheduler
+from .scoring import Verifiers
+from .server import build_app
+from .wire import RolloutTable, decode, encode, pack_groups, unpack_groups
+
+log = logging.getLogger(__name__)
+MAX_STALENESS = 0
+"""Synchronous: a batch is sampled by the newest weights only."""
+
+
+class Prompts:
+    """The run's prompts and tokenizer, checked for length.
+
+    Raises:
+        DataError: an unreadable file, a bad line, a prompt longer than rollout.max_prompt_tokens (see
+            data.drop_long_prompts), or no prompt at all.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        data, longest = cfg.data, cfg.rollout.max_prompt_tokens
+        self.tokenizer = PromptTokenizer(cfg.model.path, data.system_prompt, chat_template=data.chat_template)
+        train = PromptDataset.load(data.prompts, max_prompts=data.max_prompts)
+        self.train, self.rejected = fit_to_length(train, self.tokenizer, longest, data.drop_long_prompts)
+        self.held_out: PromptDataset | None = None
+        if data.eval_prompts is not None:
+            held_out = PromptDataset.load(data.eval_prompts)
+            self.held_out, _ = fit_to_length(held_out, self.tokenizer, longest, data.drop_long_prompts)
+
+
+class Controller:
+    """Holds the loops and answers the server; every method returns at once or awaits disk only."""
+
+    def __init__(self, cfg: Config, prompts: Prompts, client: EngineClient, verifiers: Verifiers) -> None:
+        self._cfg, self._prompts, self._client = cfg, prompts, client
+        cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
+        capacity = capacity_of(cfg.rollout.groups_per_step, cfg.rollout.oversample, MAX_STALENESS)
+        pool = GroupPool(cursor, capacity, drops_uninformative=cfg.rollout.dynamic_sampling == "refill")
+        maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers)
+        self.scheduler = Scheduler(cfg, pool, maker.make, MAX_STALENESS)
+        self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers)
+        self._tables: dict[int, RolloutTable] = {}
+
+    async def run(self) -> None:
+        """Both loops, until cancelled."""
+        try:
+            await asyncio.gather(self.scheduler.run(), self.evaluator.run())
+        finally:
+            self.scheduler.stop()
+
+    def step_status(self, step: int) -> dict[str, Any]:
+        """Answer of GET /v1/step/{k}; steps that are not yet or no longer sampled have no progress."""
+        progress = self.scheduler.progress
+        if step < progress.step:
+            return {"status": "stopped", "progress": {}, "message": f"step {step} was trained on already"}
+        if step > progress.step and progress.status not in ("failed", "stopped"):
+            return {"status": "waiting", "progress": {}, "message": f"the controller is at step {progress.step}"}
+        return {"status": progress.status, "progress": self.scheduler.counts(), "message": progress.message}
+
+    def table(self, step: int) -> RolloutTable:
+        """One row per sample of a ready step. Raises StepConflict while it is not ready."""
+        groups = self.scheduler.batch(step)
+        if step not in self._tables:
+            sources = [self._record(group.id).source for group in groups]
+            retries = {"rollout/retries": float(self._client.transport_errors)}
+            self._tables = {step: RolloutTable.of(groups, sources, self.scheduler.metrics() | retries)}
+            self._client.transport_errors = 0
+        return self._tables[step]
+
+    def samples(self, step: int, indices: Sequence[int]) -> list[Sample]:
+        """Rows of the table, whole. Raises StepConflict while the step is not ready, IndexError for a row it lacks."""
+        rows = [sample for group in self.scheduler.batch(step) for sample in group.samples]
+        wrong = [i for i in indices if not 0 <= i < len(rows)]
+        if wrong:
+            raise IndexError(f"step {step} has {len(rows)} samples; there is no index {wrong[0]}")
+        return [rows[i] for i in indices]
+
+    async def done(self, step: int) -> None:
+        """The step was trained on: dump it and free its slots. Raises StepConflict when it is not ready."""
+        batch = set(self.scheduler.ready(step).batch)
+        groups = self.scheduler.retire(step)
+        log.info("step %d: trained; ledger %s", step, self.ledger)
+        if self._cfg.logging.dump_rollouts:
+            path = rollout_file(self._cfg.run_dir, step)
+            records = [self._record(group.id) for group in groups]
+            await asyncio.to_thread(write_dump, path, step, groups, records, self._prompts.tokenizer, batch)
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """What became of every prompt drawn; `rejected` prompts are too long and never drawn."""
+        return self.scheduler.pool.ledger | {"rejected": self._prompts.rejected}
+
+    def save_state(self) -> bytes:
+        """Everything that a resumed run needs, as one safetensors blob."""
+        state, groups = self.scheduler.state_dict()
+        arrays, values = pack_groups(groups)
+        return encode(arrays, {"state": state, "groups": values, "rejected": self._prompts.rejected})
+
+    def restore_state(self, blob: bytes) -> None:
+        """Go on from `save_state`. Raises StepConflict after sampling began, DataError for other prompts."""
+        arrays, metadata = decode(blob)
+        self.scheduler.load_state_dict(metadata["state"], unpack_groups(arrays, metadata["groups"]))
+        remove_dumps_from(self._cfg.run_dir, self.scheduler.progress.step)
+        log.info("restored at step %d; ledger %s", self.scheduler.progress.step, self.ledger)
+
+    def _record(self, group_id: int) -> Any:
+        return self._prompts.train[self.scheduler.pool.record_index(group_id)]
+
+
+def run_controller(cfg: Config, host: str = "127.0.0.1") -> None:
+    """Process entry: serve until POST /v1/shutdown or SIGTERM. `host` is the address to listen on.
+
+    Raises:
+        DataError, TimeoutError, OSError: at start-up; the message says what to do.
+    """
+    logging.basicConfig(level=cfg.logging.level, format="%(asctime)s %(levelname)s controller %(name)s: %(message)s")
+    asyncio.run(serve(cfg, host))
+
+
+async def serve(cfg: Config, host: str = "127.0.0.1") -> None:
+    """Load, bind, publish, run the loops, and clean up whatever ends them."""
+    from megatron_rl.rewards import RewardPool
+
+    prompts = Prompts(cfg)
+    engine = cfg.engine
+    urls = engine.urls or await asyncio.to_thread(engine_urls, cfg.run_dir, engine.replicas, engine.ready_timeout_s)
+    rollout = cfg.rollout
+    client = EngineClient(
+        urls,
+        vocab_size=read_hf_config(cfg.model.path).vocab_size,
+        concurrency=rollout.concurrency,
+        request_timeout_s=rollout.request_timeout_s,
+        retries=rollout.retries,
+    )
+    async with client, RewardPool(cfg.reward) as verifiers:
+        controller = Controller(cfg, prompts, client, verifiers)
+        log.info("%d prompts, %d rejected as too long; engines %s", len(prompts.train), prompts.rejected, urls)
+        await _serve_http(cfg, controller, host)
+
+
+async def _serve_http(cfg: Config, controller: Controller, host: str) -> None:
+    shutdown, token = asyncio.Event(), secrets.token_urlsafe(32)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, shutdown.set)
+    runner = web.AppRunner(build_app(controller, token, shutdown), access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, 0)
+        await site.start()
+        url = f"http://{_reachable_name(host)}:{runner.addresses[0][1]}"
+        publish(cfg.run_dir, Endpoint(url, os.getpid(), token))
+        log.info("listening on %s", url)
+        await _run_until(controller, shutdown)
+    finally:
+        controller_file(cfg.run_dir).unlink(missing_ok=True)
+        await runner.cleanup()
+
+
+async def _run_until(controller: Controller, shutdown: asyncio.Event) -> None:
+    loops = asyncio.create_task(controller.run())
+    stop = asyncio.create_task(shutdown.wait())
+    await asyncio.wait({loops, stop}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (loops, stop):
+        task.cancel()
+    results = await asyncio.gather(loops, stop, return_exceptions=True)
+    if isinstance(results[0], Exception):
+        raise results[0]
+
+
+def _reachable_name(host: str) -> str:
+    return socket.getfqdn() if host in ("0.0.0.0", "::") else host

@@ -1,0 +1,109 @@
+"""Parquet files for people: every sample of a step or an evaluation, with text. No run reads them back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.data import PromptRecord
+
+from .sample import Group, Sample
+from .scoring import Decoder
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("sample_id", pa.string()),
+        ("group_id", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("source", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("answer", pa.string()),
+        ("reward", pa.float64()),
+        ("correctness", pa.float64()),
+        ("components", pa.string()),
+        ("response_tokens", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("trained", pa.bool_()),
+        ("weight_version_first", pa.int64()),
+        ("weight_version_last", pa.int64()),
+        ("log_prob_mean", pa.float64()),
+    ]
+)
+
+
+def rollout_file(run_dir: str | Path, step: int) -> Path:
+    """RUN/rollouts/step-000012.parquet."""
+    return Path(run_dir) / "rollouts" / f"step-{step:06d}.parquet"
+
+
+def evaluation_file(run_dir: str | Path, step: int, label: str) -> Path:
+    """RUN/eval/step-000010.parquet; evaluations with a label of their own get step-000010-<label>.parquet."""
+    suffix = "" if label in ("", "eval") else f"-{label}"
+    return Path(run_dir) / "eval" / f"step-{step:06d}{suffix}.parquet"
+
+
+def write_dump(
+    path: Path,
+    step: int,
+    groups: Sequence[Group],
+    records: Sequence[PromptRecord],
+    decoder: Decoder,
+    batch: Collection[int],
+) -> None:
+    """Write all samples of `groups` (one record each) atomically. `batch`: ids of the groups that were trained on."""
+    rows = [
+        row
+        for group, record in zip(groups, records, strict=True)
+        for row in _rows(
+            step, group, record, decoder.decode(group.samples[0].prompt_tokens.tolist()), group.id in batch
+        )
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _rows(step: int, group: Group, record: PromptRecord, prompt: str, in_batch: bool) -> list[dict[str, object]]:
+    shared = {
+        "step": step,
+        "group_id": group.id,
+        "prompt_id": group.prompt_id,
+        "source": record.source,
+        "prompt": prompt,
+        "answer": record.answer,
+    }
+    return [{**shared, **_sample_columns(sample, in_batch)} for sample in group.samples]
+
+
+def _sample_columns(sample: Sample, in_batch: bool) -> dict[str, object]:
+    return {
+        "sample_id": sample.id,
+        "response": sample.text,
+        "reward": sample.reward,
+        "correctness": sample.correctness,
+        "components": orjson.dumps(sample.components).decode(),
+        "response_tokens": sample.response_length,
+        "finish_reason": sample.finish_reason,
+        "trained": in_batch and sample.trainable_tokens > 0,
+        "weight_version_first": sample.version_first,
+        "weight_version_last": sample.version_last,
+        "log_prob_mean": float(sample.log_probs.mean()) if sample.response_length else None,
+    }
+
+
+def remove_dumps_from(run_dir: str | Path, step: int) -> None:
+    """Delete the rollout dumps of `step` and later ones: a resumed run makes these steps again."""
+    for path in (Path(run_dir) / "rollouts").glob("step-*.parquet"):
+        if int(path.stem.removeprefix("step-")) >= step:
+            path.unlink()

@@ -1,0 +1,170 @@
+"""Held-out evaluation: samples of fixed prompts at the engines' present weights, judged, summed up, dumped.
+
+Statistics are in `algorithms.evaluation`; when to evaluate is the trainer's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_rl.algorithms.evaluation import bootstrap_interval, pass_at_k
+from megatron_rl.config import Config
+from megatron_rl.data import PromptDataset, PromptTokenizer
+
+from .client import EngineClient
+from .dump import evaluation_file, write_dump
+from .generate import fill
+from .protocol import SamplingSettings
+from .sample import Group
+from .scoring import Verifiers, judge
+
+log = logging.getLogger(__name__)
+SEQUENCES_PER_REQUEST = 16
+
+
+class EvalRequest(BaseModel):
+    """What POST /v1/eval asks for. Temperature and length default to eval.temperature, rollout.max_response_tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: int = Field(ge=0)
+    prompts: int = Field(ge=1)
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    max_response_tokens: int | None = Field(None, ge=1)
+    label: str = Field("", pattern=r"^[A-Za-z0-9_]*$")
+
+
+@dataclass
+class EvalJob:
+    """One evaluation and how far it is."""
+
+    id: str
+    request: EvalRequest
+    status: Literal["waiting", "running", "done", "failed"] = "waiting"
+    message: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Evaluator:
+    """Runs one evaluation after the other; they share the engines with training samples."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        dataset: PromptDataset | None,
+        tokenizer: PromptTokenizer,
+        client: EngineClient,
+        verifiers: Verifiers,
+    ) -> None:
+        self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
+        self._client, self._verifiers = client, verifiers
+        self._queue: asyncio.Queue[EvalJob] = asyncio.Queue()
+        self.jobs: dict[str, EvalJob] = {}
+
+    def submit(self, request: EvalRequest) -> EvalJob:
+        """Queue an evaluation. Raises ValueError when there are no held-out prompts."""
+        if self._dataset is None:
+            raise ValueError("no held-out prompts: set data.eval_prompts to a .jsonl file")
+        job = EvalJob(f"eval-{len(self.jobs)}", request)
+        self.jobs[job.id] = job
+        self._queue.put_nowait(job)
+        return job
+
+    async def run(self) -> None:
+        """Work through the queue; a failure ends its job only."""
+        while True:
+            job = await self._queue.get()
+            job.status = "running"
+            try:
+                async with asyncio.timeout(self._cfg.rollout.step_timeout_s):
+                    job.metrics = await self._evaluate(job.request)
+                job.status = "done"
+                log.info("%s at step %d: %s", job.id, job.request.step, job.metrics)
+            except TimeoutError:
+                self._fail(job, f"not finished within {self._cfg.rollout.step_timeout_s:g} s (rollout.step_timeout_s)")
+            except Exception as error:
+                log.exception("%s failed", job.id)
+                self._fail(job, str(error))
+
+    @staticmethod
+    def _fail(job: EvalJob, message: str) -> None:
+        job.status, job.message = "failed", f"evaluation at step {job.request.step}: {message}"
+
+    async def _evaluate(self, request: EvalRequest) -> dict[str, float]:
+        assert self._dataset is not None
+        count = min(request.prompts, len(self._dataset))
+        groups = [self._start(i, request) for i in range(count)]
+        per_request = max(1, SEQUENCES_PER_REQUEST // request.samples_per_prompt)
+        async with asyncio.TaskGroup() as tasks:
+            for begin in range(0, count, per_request):
+                tasks.create_task(self._answer(groups[begin : begin + per_request], request))
+        if self._cfg.logging.dump_rollouts:
+            path = evaluation_file(self._cfg.run_dir, request.step, request.label)
+            records = [self._dataset[g.id] for g in groups]
+            await asyncio.to_thread(write_dump, path, request.step, groups, records, self._tokenizer, ())
+        return summarise(groups, self._cfg.eval.ks, self._cfg.seed)
+
+    def _start(self, index: int, request: EvalRequest) -> Group:
+        """Ids and seeds depend on the prompt's position only: every evaluation asks the same questions the same way."""
+        assert self._dataset is not None
+        record = self._dataset[index]
+        return Group.start(
+            index,
+            record.id,
+            np.array(self._tokenizer.encode(record), np.int64),
+            request.samples_per_prompt,
+            run_seed=self._cfg.seed,
+            version=request.step,
+            temperature=self._temperature(request),
+            kind="e",
+        )
+
+    def _temperature(self, request: EvalRequest) -> float:
+        return self._cfg.eval.temperature if request.temperature is None else request.temperature
+
+    async def _answer(self, groups: list[Group], request: EvalRequest) -> None:
+        assert self._dataset is not None
+        settings = SamplingSettings(
+            temperature=self._temperature(request),
+            max_new_tokens=request.max_response_tokens or self._cfg.rollout.max_response_tokens,
+            stop_token_ids=tuple(self._tokenizer.eos_token_ids),
+        )
+        await fill(groups, self._client, settings)
+        await asyncio.gather(*(judge(g, self._dataset[g.id], self._tokenizer, self._verifiers) for g in groups))
+
+
+def summarise(groups: list[Group], ks: list[int], seed: int) -> dict[str, float]:
+    """Metrics of an evaluation, named as after `eval/`.
+
+    A sample is right when its raw correctness is above 0.5; one that could not be judged is wrong. pass_at_1_low/high:
+    95 % bootstrap interval over prompts. format_valid: share of samples that got the full score of the verifier named
+    `format` or `*_format`; absent without one.
+    """
+    samples = [s for g in groups for s in g.samples]
+    right = [sum(s.correctness > 0.5 for s in g.samples) for g in groups]
+    sizes = [len(g.samples) for g in groups]
+    metrics: dict[str, float] = {}
+    for k in sorted({1, *ks}):
+        if k <= min(sizes):
+            estimates = [pass_at_k(n, c, k) for n, c in zip(sizes, right, strict=True)]
+            low, high = bootstrap_interval(estimates, seed=seed)
+            metrics |= {f"pass_at_{k}": float(np.mean(estimates)), f"pass_at_{k}_low": low, f"pass_at_{k}_high": high}
+    rewards = [s.reward for s in samples if s.valid]
+    formats = [v for s in samples for n, v in s.components.items() if n == "format" or n.endswith("_format")]
+    if formats:
+        metrics["format_valid"] = float(np.mean([v > 1 - 1e-6 for v in formats]))
+    if rewards:
+        metrics["reward_mean"] = float(np.mean(rewards))
+    return metrics | {
+        "response_length_mean": float(np.mean([s.response_length for s in samples])),
+        "truncated_fraction": float(np.mean([s.truncated for s in samples])),
+        "prompts": float(len(groups)),
+        "samples": float(len(samples)),
+    }

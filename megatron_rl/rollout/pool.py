@@ -1,0 +1,202 @@
+"""Which groups are alive, and what became of every prompt drawn: admission and the ledger. Nothing waits or sends here.
+
+    waiting --admit--> in flight --finish--> finished --retire--> trained | filtered
+       ^______________________give_back___________|
+
+At most `capacity` groups are alive, and a slot is freed only when its group was trained, dropped or given back: this
+bounds how old a sample can be when it is trained on, by construction. A group's id is the number of its prompt's draw
+in the run, so ids are stable over restarts and each appears once along a run's lineage.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_rl.data import PromptCursor
+
+from .sample import Group
+
+DynamicSampling = Literal["off", "refill", "mask"]
+
+
+def capacity_of(groups_per_step: int, oversample: float, max_staleness: int) -> int:
+    """Groups alive at once.
+
+    >>> capacity_of(32, 1.5, max_staleness=0)
+    48
+    """
+    return math.ceil(oversample * groups_per_step) * (max_staleness + 1)
+
+
+class GroupPool:
+    """Draws prompts and keeps the books.
+
+    Args:
+        cursor: the order of prompts; one draw is one group.
+        capacity: see `capacity_of`.
+        drops_uninformative: groups whose raw correctness does not vary free their slot as soon as they are finished.
+
+    >>> pool = GroupPool(PromptCursor(10, seed=0), capacity=2, drops_uninformative=True)
+    >>> pool.admit(), pool.admit(), pool.admit()  # the third must wait for a slot
+    (0, 1, None)
+    >>> pool.give_back([0])
+    >>> pool.admit(), pool.ledger["drawn"], pool.ledger["in_flight"]
+    (0, 2, 2)
+    """
+
+    def __init__(self, cursor: PromptCursor, capacity: int, drops_uninformative: bool) -> None:
+        self.cursor, self.capacity = cursor, capacity
+        self._drops_uninformative = drops_uninformative
+        self._waiting: list[int] = []
+        self.in_flight: set[int] = set()
+        self.finished: dict[int, Group] = {}
+        self._trained = self._filtered = 0
+
+    def usable(self, group: Group) -> bool:
+        """Whether a finished group may be part of a batch."""
+        return group.informative or not self._drops_uninformative
+
+    @property
+    def usable_count(self) -> int:
+        """Finished groups that may be part of a batch."""
+        return sum(self.usable(group) for group in self.finished.values())
+
+    @property
+    def alive(self) -> int:
+        """Slots taken."""
+        return len(self.in_flight) + self.usable_count
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """`drawn` is the sum of the others, always."""
+        return {
+            "drawn": self.cursor.drawn,
+            "trained": self._trained,
+            "filtered": self._filtered,
+            "waiting": len(self._waiting),
+            "in_flight": len(self.in_flight),
+            "finished": len(self.finished),
+        }
+
+    def admit(self) -> int | None:
+        """Take a slot: the smallest id given back, else a new draw. None when no slot is free."""
+        if self.alive >= self.capacity:
+            return None
+        if self._waiting:
+            group_id = heapq.heappop(self._waiting)
+        else:
+            group_id = self.cursor.drawn
+            self.cursor.next(1)
+        self.in_flight.add(group_id)
+        return group_id
+
+    def finish(self, group: Group) -> None:
+        """All samples of the group are generated and scored."""
+        self.in_flight.remove(group.id)
+        self.finished[group.id] = group
+
+    def give_back(self, ids: Iterable[int]) -> None:
+        """These prompts wait again; what was generated for them is dropped."""
+        for group_id in ids:
+            if self.finished.pop(group_id, None) is None:
+                self.in_flight.remove(group_id)
+            heapq.heappush(self._waiting, group_id)
+
+    def expire(self, oldest_version: int) -> list[int]:
+        """Give back finished groups with tokens from older weights; returns their ids."""
+        stale = [group.id for group in self.finished.values() if group.version_first < oldest_version]
+        self.give_back(stale)
+        return stale
+
+    def retire(self, trained: Collection[int], filtered: Collection[int]) -> None:
+        """These groups are done with."""
+        for group_id in (*trained, *filtered):
+            del self.finished[group_id]
+        self._trained += len(trained)
+        self._filtered += len(filtered)
+
+    def record_index(self, group_id: int) -> int:
+        """Position in the dataset of the group's prompt."""
+        return self.cursor.index_at(group_id)
+
+    def state_dict(self) -> tuple[dict[str, Any], list[Group]]:
+        """JSON-able books, and the finished groups. What is in flight will be generated anew."""
+        books = {
+            "cursor": dict(self.cursor.state_dict()),
+            "waiting": sorted([*self._waiting, *self.in_flight]),
+            "trained": self._trained,
+            "filtered": self._filtered,
+        }
+        return books, list(self.finished.values())
+
+    def load_state_dict(self, books: Mapping[str, Any], finished: Sequence[Group]) -> None:
+        """Go on from a saved state. Raises DataError when it belongs to other prompts or another order."""
+        self.cursor.load_state_dict(books["cursor"])
+        self._waiting = sorted(books["waiting"])
+        self.in_flight = set()
+        self.finished = {group.id: group for group in finished}
+        self._trained, self._filtered = books["trained"], books["filtered"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Ids of one training batch, ascending, and of the groups that were looked at and dropped."""
+
+    batch: list[int]
+    filtered: list[int]
+
+
+def choose(usable: Mapping[int, bool], in_flight: Collection[int], needed: int, in_order: bool) -> Choice | None:
+    """The batch of `needed` usable groups, or None while it is not decided.
+
+    `usable` maps finished ids, in the order they finished, to whether they may be in a batch.
+
+    In order of finish, the first `needed` usable ones are taken: no waiting for stragglers, but short responses finish
+    first and are favoured. `in_order` takes the smallest ids and waits for every smaller id still in flight: what is
+    chosen, and what counts as filtered, then does not depend on timing.
+
+    >>> choose({2: True, 0: False}, in_flight={1}, needed=1, in_order=False)
+    Choice(batch=[2], filtered=[0])
+    >>> choose({2: True, 0: False}, in_flight={1}, needed=1, in_order=True) is None
+    True
+    """
+    if not in_order:
+        taken = [i for i, ok in usable.items() if ok][:needed]
+        if len(taken) < needed:
+            return None
+        return Choice(sorted(taken), sorted(i for i, ok in usable.items() if not ok))
+    horizon = min(in_flight, default=math.inf)
+    batch: list[int] = []
+    filtered: list[int] = []
+    for group_id in sorted(usable):
+        if group_id > horizon or len(batch) == needed:
+            break
+        (batch if usable[group_id] else filtered).append(group_id)
+    return Choice(batch, filtered) if len(batch) == needed else None
+
+
+def groups_to_start(
+    *, needed: int, usable: int, finished: int, in_flight: int, capacity: int, oversample: float, refill: bool
+) -> int:
+    """How many further groups to start now.
+
+    Without refill, exactly the missing ones. With refill, enough that `oversample` times the missing ones are expected
+    to be usable at the rate seen so far, within the free slots.
+
+    >>> groups_to_start(needed=8, usable=0, finished=0, in_flight=0, capacity=12, oversample=1.5, refill=True)
+    12
+    >>> groups_to_start(needed=8, usable=6, finished=12, in_flight=0, capacity=12, oversample=1.0, refill=True)
+    4
+    """
+    missing = needed - usable
+    if missing <= 0:
+        return 0
+    if not refill:
+        return max(0, missing - in_flight)
+    rate = max(usable, 1) / max(finished, 1)
+    wanted = math.ceil(oversample * missing / rate)
+    return max(0, min(wanted - in_flight, capacity - usable - in_flight))

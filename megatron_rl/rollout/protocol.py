@@ -1,0 +1,192 @@
+"""SGLang's `/generate` in plain data: building the request, reading the answer strictly into numpy. No HTTP here.
+
+An answer is either understood as a whole or refused with one `ProtocolError` that names the engine and the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from .sample import LogProbs, Span, Tokens
+
+INITIAL_VERSION = "default"
+"""What SGLang calls the weights that it was started with; they count as version 0."""
+
+
+class EngineError(RuntimeError):
+    """An engine failed or refused. The message names its URL, what was asked, and what to do."""
+
+
+class ProtocolError(EngineError):
+    """An engine's answer does not follow the protocol."""
+
+
+class GenerationAborted(EngineError):
+    """The engine ended the request by itself or because it was told to."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """What all sequences of one request share."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One sequence to generate: `rid` names it, `tokens` int64 [P], `seed` of its sampling."""
+
+    rid: str
+    tokens: Tokens
+    seed: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer of `engine`: tokens int64 [R], log_probs float32 [R] at the sampling temperature, spans over [0, R)."""
+
+    engine: str
+    tokens: Tokens
+    log_probs: LogProbs
+    spans: list[Span]
+    finish_reason: str
+
+
+def generate_request(prompts: Sequence[Prompt], settings: SamplingSettings) -> bytes:
+    """Body of one batched POST /generate; answers come back in the order of `prompts`."""
+    shared = {
+        "temperature": settings.temperature,
+        "max_new_tokens": settings.max_new_tokens,
+        "stop_token_ids": list(settings.stop_token_ids),
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+    }
+    body = {
+        "rid": [p.rid for p in prompts],
+        "input_ids": [p.tokens for p in prompts],
+        "sampling_params": [{**shared, "sampling_seed": p.seed} for p in prompts],
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def parse_generations(
+    body: bytes, prompts: Sequence[Prompt], settings: SamplingSettings, *, url: str, vocab_size: int
+) -> list[Generation]:
+    """Read the answer to `generate_request`.
+
+    Raises:
+        ProtocolError: not JSON, another number of answers, a missing or ill-typed field, log-probs that are missing,
+            NaN or infinite, a response longer than asked for, or token ids outside the vocabulary.
+        GenerationAborted: an answer ended with finish_reason abort.
+    """
+    try:
+        answers = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ProtocolError(f"engine {url}: the answer of /generate is not JSON ({error}): {body[:200]!r}") from error
+    if isinstance(answers, dict):
+        answers = [answers]
+    if not isinstance(answers, list) or len(answers) != len(prompts):
+        found = len(answers) if isinstance(answers, list) else type(answers).__name__
+        raise ProtocolError(f"engine {url}: /generate was asked for {len(prompts)} sequences and answered {found}")
+    return [
+        _Reader(url, prompt.rid).generation(answer, settings.max_new_tokens, vocab_size)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def parse_version(label: Any) -> int:
+    """`"12"` -> 12, SGLang's initial `"default"` -> 0. Raises ValueError for anything else."""
+    return 0 if label == INITIAL_VERSION else int(label)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    url: str
+    rid: str
+
+    def generation(self, answer: Any, max_new_tokens: int, vocab_size: int) -> Generation:
+        meta = self._field(answer, "meta_info", dict)
+        reason = self._field(meta, "finish_reason", dict, "meta_info.")
+        kind = self._field(reason, "type", str, "meta_info.finish_reason.")
+        if kind == "abort":
+            raise GenerationAborted(f"engine {self.url}: {self.rid} was aborted: {reason.get('message')}")
+        tokens = self._tokens(answer, max_new_tokens, vocab_size)
+        return Generation(self.url, tokens, self._log_probs(meta, tokens), self._spans(meta, len(tokens)), kind)
+
+    def _tokens(self, answer: Any, max_new_tokens: int, vocab_size: int) -> Tokens:
+        try:
+            tokens = np.array(self._field(answer, "output_ids", list), np.int64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._wrong("output_ids", f"must be token ids ({error})") from error
+        if tokens.ndim != 1:
+            raise self._wrong("output_ids", f"must be a flat list, not of shape {tokens.shape}")
+        if len(tokens) > max_new_tokens:
+            raise self._wrong(
+                "output_ids", f"has {len(tokens)} tokens, but max_new_tokens={max_new_tokens} was asked for"
+            )
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(outside):
+            raise self._wrong(
+                "output_ids",
+                f"holds id {outside[0]}, outside the vocabulary of {vocab_size}; does this engine serve another model?",
+            )
+        return tokens
+
+    def _log_probs(self, meta: dict[str, Any], tokens: Tokens) -> LogProbs:
+        """Entries are [log_prob, token_id, text]; null stands where JSON cannot write NaN."""
+        name = "meta_info.output_token_logprobs"
+        entries = self._field(meta, "output_token_logprobs", list, "meta_info.")
+        if len(entries) != len(tokens):
+            raise self._wrong(name, f"has {len(entries)} entries for {len(tokens)} tokens")
+        try:
+            log_probs = np.array([entry[0] for entry in entries], np.float32)
+            ids = np.array([entry[1] for entry in entries], np.int64)
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
+            raise self._wrong(name, f"must be [log_prob, token_id, text] entries ({error})") from error
+        bad = np.flatnonzero(~np.isfinite(log_probs))
+        if len(bad):
+            raise self._wrong(
+                name, f"is {log_probs[bad[0]]} at token {bad[0]} of {len(tokens)}; the engine's logits broke"
+            )
+        if not np.array_equal(ids, tokens):
+            raise self._wrong(name, "names other token ids than output_ids")
+        return log_probs
+
+    def _spans(self, meta: dict[str, Any], length: int) -> list[Span]:
+        """Engines without `weight_versions` report only the version at the end, which then counts for all tokens."""
+        if length == 0:
+            return []
+        entries = meta.get("weight_versions")
+        if entries is None:
+            entries = [{"version": self._field(meta, "weight_version", str, "meta_info."), "start": 0, "end": length}]
+        try:
+            spans = [Span(parse_version(e["version"]), e["start"], e["end"]) for e in entries if e["end"] > e["start"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._wrong("meta_info.weight_versions", f"is not readable ({error!r}): {entries}") from error
+        bounds = [0, *(s.end for s in spans)]
+        if [s.start for s in spans] != bounds[:-1] or bounds[-1] != length:
+            raise self._wrong("meta_info.weight_versions", f"does not cover the {length} tokens: {entries}")
+        return spans
+
+    def _field(self, holder: Any, name: str, kind: type, where: str = "") -> Any:
+        value = holder.get(name) if isinstance(holder, dict) else None
+        if not isinstance(value, kind):
+            found = "is missing" if value is None else f"must be a {kind.__name__}, not {type(value).__name__}"
+            raise self._wrong(where + name, found)
+        return value
+
+    def _wrong(self, name: str, what: str) -> ProtocolError:
+        return ProtocolError(f"engine {self.url}: /generate answer for {self.rid}: field {name} {what}")

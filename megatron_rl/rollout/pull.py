@@ -1,0 +1,239 @@
+"""The trainer's side of the controller: plain blocking calls with deadlines. Nothing is computed from the answers here.
+
+Not thread-safe: one client per thread.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from .endpoint import Endpoint, controller_file, read
+from .wire import RolloutShard, RolloutTable
+
+POLL_S = 0.02
+IDLE_S = 10.0
+"""A kept connection older than this is opened anew: the server may just be closing it."""
+
+
+class ControllerError(RuntimeError):
+    """The controller failed, refused or does not answer. The message says what was asked and what to do."""
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """Answer to `ControllerClient.step_status`. `status` is waiting, generating, ready, failed or stopped."""
+
+    status: str
+    progress: dict[str, int] = field(default_factory=dict)
+    message: str = ""
+
+
+class ControllerClient:
+    """Talks to the controller of `run_dir`.
+
+    Args:
+        timeout_s: how long the controller may take to appear (it publishes itself in RUN/endpoints).
+        request_timeout_s: how long an answer may make no progress.
+
+    Raises (all methods):
+        ControllerError
+    """
+
+    def __init__(self, run_dir: str | Path, timeout_s: float = 300.0, request_timeout_s: float = 120.0) -> None:
+        self._run_dir = Path(run_dir)
+        self._timeout_s, self._request_timeout_s = timeout_s, request_timeout_s
+        self._endpoint: Endpoint | None = None
+        self._connection: http.client.HTTPConnection | None = None
+        self._used_at = 0.0
+
+    # ---- steps
+
+    def set_weights_version(self, version: int) -> None:
+        """The engines hold weights `version`: step `version` may be sampled."""
+        self._post("/v1/weights", {"version": version})
+
+    def step_status(self, step: int) -> StepStatus:
+        """How far step `step` is."""
+        return StepStatus(**orjson.loads(self._get(f"/v1/step/{step}")))
+
+    def wait_ready(self, step: int, timeout_s: float) -> StepStatus:
+        """Poll until step `step` is ready. Raises ControllerError with the controller's message if it never will be."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.step_status(step)).status != "ready":
+            if status.status in ("failed", "stopped"):
+                raise ControllerError(
+                    f"step {step}: the controller {status.status}: {status.message or 'no reason given'}"
+                )
+            if time.monotonic() >= deadline:
+                raise ControllerError(
+                    f"waited {timeout_s:g} s for the rollouts of step {step}; the controller is {status.status}, "
+                    f"{status.progress or status.message}; look at {self._log}, or raise rollout.step_timeout_s"
+                )
+            time.sleep(POLL_S)
+        return status
+
+    def table(self, step: int) -> RolloutTable:
+        """One row per sample of a ready step."""
+        return RolloutTable.from_bytes(self.table_bytes(step))
+
+    def table_bytes(self, step: int) -> bytes:
+        """`table`, as it travels."""
+        return self._get(f"/v1/step/{step}/table")
+
+    def samples(self, step: int, indices: Sequence[int]) -> RolloutShard:
+        """Tokens of chosen rows of the table, in the order of `indices`."""
+        return RolloutShard.from_bytes(self.samples_bytes(step, indices))
+
+    def samples_bytes(self, step: int, indices: Sequence[int]) -> bytes:
+        """`samples`, as they travel."""
+        return self._post(f"/v1/step/{step}/samples", {"indices": [int(i) for i in indices]})
+
+    def done(self, step: int) -> None:
+        """Step `step` was trained on; its dump is on disk when this returns."""
+        self._post(f"/v1/step/{step}/done", {})
+
+    # ---- evaluation
+
+    def evaluate(
+        self,
+        *,
+        step: int,
+        prompts: int,
+        samples_per_prompt: int = 1,
+        temperature: float | None = None,
+        max_response_tokens: int | None = None,
+        label: str = "",
+        timeout_s: float = 3600.0,
+    ) -> dict[str, float]:
+        """Run a held-out evaluation to its end; metrics named `eval/...`. None = as configured."""
+        request = {"step": step, "prompts": prompts, "samples_per_prompt": samples_per_prompt, "label": label}
+        request |= {} if temperature is None else {"temperature": temperature}
+        request |= {} if max_response_tokens is None else {"max_response_tokens": max_response_tokens}
+        job = orjson.loads(self._post("/v1/eval", request))["id"]
+        deadline = time.monotonic() + timeout_s
+        while (answer := orjson.loads(self._get(f"/v1/eval/{job}")))["status"] != "done":
+            if answer["status"] == "failed":
+                raise ControllerError(answer["message"])
+            if time.monotonic() >= deadline:
+                raise ControllerError(
+                    f"waited {timeout_s:g} s for the evaluation at step {step}, which is {answer['status']}; "
+                    f"look at {self._log}"
+                )
+            time.sleep(POLL_S)
+        return {f"eval/{name}": value for name, value in answer["metrics"].items()}
+
+    # ---- checkpoint and end
+
+    def get_state(self) -> bytes:
+        """What a resumed run must give back with `put_state`."""
+        return self._get("/v1/state")
+
+    def put_state(self, blob: bytes) -> None:
+        """Restore a controller that has just started."""
+        self._request("POST", "/v1/state", blob)
+
+    def shutdown(self) -> None:
+        """Ask the controller to end."""
+        self._post("/v1/shutdown", {})
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __enter__(self) -> ControllerClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- HTTP
+
+    @property
+    def _log(self) -> Path:
+        return self._run_dir / "logs" / "controller-0.log"
+
+    def _get(self, path: str) -> bytes:
+        return self._request("GET", path, None)
+
+    def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        return self._request("POST", path, orjson.dumps(body))
+
+    def _request(self, method: str, path: str, body: bytes | None) -> bytes:
+        if self._endpoint is None:
+            self._endpoint = self._find()
+        try:
+            status, answer = self._exchange(self._endpoint, method, path, body)
+        except (OSError, http.client.HTTPException) as error:
+            raise ControllerError(
+                f"{method} {path}: the controller at {self._endpoint.url} does not answer "
+                f"({type(error).__name__}: {error}); look at {self._log}"
+            ) from error
+        if status != 200:
+            raise ControllerError(f"controller: {_message(answer)} (HTTP {status})")
+        return answer
+
+    def _exchange(self, endpoint: Endpoint, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if time.monotonic() - self._used_at > IDLE_S:
+            self.close()
+        try:
+            if self._connection is None:
+                self._connection = self._connect(endpoint.url)
+            headers = {"Authorization": f"Bearer {endpoint.token}", "Content-Type": "application/octet-stream"}
+            self._connection.request(method, path, body, headers)
+            response = self._connection.getresponse()
+            answer = response.read()
+        except BaseException:
+            self.close()
+            raise
+        self._used_at = time.monotonic()
+        return response.status, answer
+
+    def _connect(self, url: str) -> http.client.HTTPConnection:
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._request_timeout_s)
+        connection.connect()
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def _find(self) -> Endpoint:
+        """Wait until the endpoint is published and answers (a file left by an earlier run does not)."""
+        deadline = time.monotonic() + self._timeout_s
+        problem = "it does not exist"
+        while True:
+            endpoint = read(self._run_dir)
+            if endpoint is not None:
+                try:
+                    status, answer = self._exchange(endpoint, "GET", "/v1/ping", None)
+                    if status == 200:
+                        return endpoint
+                    problem = _message(answer)
+                    self.close()
+                except (OSError, http.client.HTTPException) as error:
+                    problem = f"{endpoint.url} does not answer: {error}"
+            if time.monotonic() >= deadline:
+                raise ControllerError(
+                    f"waited {self._timeout_s:g} s for the controller to publish {controller_file(self._run_dir)}: "
+                    f"{problem}; look at {self._log}"
+                )
+            time.sleep(5 * POLL_S)
+
+
+def _message(answer: bytes) -> str:
+    try:
+        return str(orjson.loads(answer)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return answer.decode(errors="replace")[:500]

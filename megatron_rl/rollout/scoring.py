@@ -1,0 +1,84 @@
+"""From generated tokens to rewards: verifiers are called, totals shaped, samples taken out of the loss. No scheduling.
+
+Evaluation uses `judge` alone: shaping and filters are for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rl.algorithms.shaping import overlong_filtered, overlong_penalty
+from megatron_rl.config import Config
+from megatron_rl.data import PromptRecord
+
+from .sample import Group
+
+
+class Decoder(Protocol):
+    """The one method of `PromptTokenizer` that is needed here."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of a response."""
+
+
+class RewardResult(Protocol):
+    """What `rewards` says of one response; NaN where it could not tell."""
+
+    @property
+    def total(self) -> float: ...
+
+    @property
+    def correctness(self) -> float: ...
+
+    @property
+    def components(self) -> dict[str, float]: ...
+
+
+class Verifiers(Protocol):
+    """The part of `RewardPool` that is needed here."""
+
+    async def score(self, items: Sequence[tuple[PromptRecord, str]]) -> Sequence[RewardResult]:
+        """One result per item, in order."""
+
+
+async def judge(group: Group, record: PromptRecord, decoder: Decoder, verifiers: Verifiers) -> None:
+    """Decode every response and set what the verifiers say of it. Raises what the verifiers raise."""
+    for sample in group.samples:
+        sample.text = decoder.decode(sample.response_tokens.tolist())
+    results = await verifiers.score([(record, sample.text) for sample in group.samples])
+    for sample, result in zip(group.samples, results, strict=True):
+        sample.score(result.total, result.correctness, result.components)
+
+
+def shape(group: Group, cfg: Config) -> None:
+    """Overlong punishment on the totals, `reward.shuffle`, then the masks of samples that must not be trained on.
+
+    Masked: truncated ones with `overlong_filter`, those without a finite reward, and all of an uninformative group with
+    `dynamic_sampling: mask`.
+    """
+    rollout = cfg.rollout
+    if rollout.overlong_cache is not None:
+        for sample in group.samples:
+            sample.reward += overlong_penalty(
+                sample.response_length, rollout.max_response_tokens, rollout.overlong_cache, rollout.overlong_scale
+            )
+    if cfg.reward.shuffle:
+        shuffle_rewards(group, cfg.seed)
+    masks_group = rollout.dynamic_sampling == "mask" and not group.informative
+    for sample in group.samples:
+        if masks_group or not sample.valid or overlong_filtered(sample.truncated, rollout.overlong_filter):
+            sample.exclude()
+
+
+def shuffle_rewards(group: Group, seed: int) -> None:
+    """Permute (reward, correctness) over the samples of a group: what is learnt from them is then noise.
+
+    The permutation depends on seed and group id only. Sorted random bits, which numpy keeps the same in every version.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence([seed, group.id])).random_raw(len(group.samples))
+    earned = [(s.reward, s.correctness) for s in group.samples]
+    for sample, source in zip(group.samples, np.argsort(bits, kind="stable"), strict=True):
+        sample.reward, sample.correctness = earned[source]
