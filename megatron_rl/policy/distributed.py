@@ -101,6 +101,13 @@ def is_data_parallel_leader() -> bool:
     )
 
 
+def data_parallel_rank() -> int:
+    """Which model replica this rank belongs to."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_data_parallel_rank())
+
+
 def model_parallel_group() -> dist.ProcessGroup:
     """All ranks of this model replica (tensor x pipeline)."""
     from megatron.core import parallel_state
