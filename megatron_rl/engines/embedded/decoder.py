@@ -1,0 +1,139 @@
+"""The model with its KV cache: prefill of prompts, one decoding step of all running sequences; no sampling, no requests.
+
+`Decoder` shrinks every shape to what is live. `FixedShapeDecoder` (in `fixed_shapes`) keeps them, for reproducible bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .forward import ForwardPass, causal_attention, masked_attention, visible_up_to
+from .kv_cache import KVCache, KVShape
+from .request import LogProbs, Tokens
+
+PREFILL_TOKENS = 8192
+"""Most tokens, padding included, of one prefill pass: bounds its activations."""
+KV_STEP = 16
+"""The attended length is rounded up to this: fewer distinct shapes, no measurable waste."""
+
+
+class Decoder:
+    """Sequences occupy cache slots 0 .. live - 1; the caller keeps them dense with `move`.
+
+    Args:
+        forward: the model.
+        max_slots: sequences decoded at once.
+        max_length: tokens of the longest sequence.
+        budget: bytes for keys and values.
+    """
+
+    def __init__(self, forward: ForwardPass, max_slots: int, max_length: int, budget: int) -> None:
+        self.forward = forward
+        self._budget = budget
+        self.cache = KVCache(
+            KVShape(
+                len(forward.layers), forward.num_kv_heads, forward.head_dim, forward.dtype, max_slots, max_length
+            ),
+            budget,
+        )
+
+    def prefill(self, prompts: Sequence[Tokens], slots: Sequence[Sequence[int]], live: int) -> torch.Tensor:
+        """Compute each prompt once and fill all of its slots.
+
+        Args:
+            prompts: distinct token sequences, int64 [S_i].
+            slots: for each prompt, the slots (>= live) that are to continue it.
+            live: slots whose content must survive.
+
+        Returns:
+            logits [prompts, V] after each prompt's last token.
+        """
+        self.cache.reserve(max(max(s) for s in slots) + 1, max(map(len, prompts)) + 1, live)
+        logits = torch.empty(len(prompts), self.forward.vocab_size, dtype=self.forward.dtype)
+        for part in _parts(prompts):
+            hidden = self._prefill_part([prompts[i] for i in part], [slots[i] for i in part])
+            logits[torch.tensor(part)] = self.forward.logits(hidden)
+        return logits
+
+    def _prefill_part(self, prompts: list[Tokens], slots: list[Sequence[int]]) -> torch.Tensor:
+        """Last hidden states [prompts, hidden] of one right-padded pass."""
+        lengths = np.array([len(p) for p in prompts])
+        padded = np.zeros((len(prompts), lengths.max()), np.int64)
+        for row, prompt in enumerate(prompts):
+            padded[row, : len(prompt)] = prompt
+        targets = torch.tensor([slot for copies in slots for slot in copies])
+        sources = torch.from_numpy(np.repeat(np.arange(len(prompts)), [len(copies) for copies in slots]))
+        width = padded.shape[1]
+
+        def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            self.cache.keys[layer][targets, :, :width] = keys[sources]
+            self.cache.values[layer][targets, :, :width] = values[sources]
+            return causal_attention(queries, keys, values)
+
+        positions = torch.arange(width)[None]
+        hidden = self.forward.hidden_states(torch.from_numpy(padded), positions, attend)
+        return hidden[torch.arange(len(prompts)), torch.from_numpy(lengths - 1)]
+
+    def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> torch.Tensor:
+        """One step: append tokens int64 [live] at positions [live] of slots 0 .. live - 1; logits [live, V] after them."""
+        longest = int(positions.max()) + 1
+        self.cache.reserve(len(tokens), longest, len(tokens))
+        return self._step(tokens, positions, min(-(-longest // KV_STEP) * KV_STEP, self.cache.length))
+
+    def _step(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], length: int) -> torch.Tensor:
+        rows, where = len(tokens), torch.from_numpy(positions)
+        mask = visible_up_to(where[:, None], length, self.forward.dtype)
+        index = torch.arange(rows)
+
+        def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            cached_keys, cached_values = self.cache.keys[layer], self.cache.values[layer]
+            cached_keys[index, :, where] = keys[:, :, 0]
+            cached_values[index, :, where] = values[:, :, 0]
+            return masked_attention(queries, cached_keys[:rows, :, :length], cached_values[:rows, :, :length], mask)
+
+        hidden = self.forward.hidden_states(torch.from_numpy(tokens)[:, None], where[:, None], attend)
+        return self.forward.logits(hidden[:, 0])
+
+    def fits(self, sequences: int, length: int) -> bool:
+        """Whether the keys and values of so many sequences of this length are within the budget."""
+        return self.cache.shape.bytes_for(sequences, length) <= self._budget
+
+    def move(self, destinations: NDArray[np.int64], sources: NDArray[np.int64], length: int) -> None:
+        """Copy slots; see `KVCache.move`."""
+        self.cache.move(torch.from_numpy(destinations), torch.from_numpy(sources), length)
+
+    def wipe(self, slots: NDArray[np.int64]) -> None:
+        """Zero slots that hold NaN."""
+        self.cache.zero(torch.from_numpy(slots))
+
+    def flush(self) -> None:
+        """Forget all keys and values."""
+        self.cache.clear()
+
+    def prompt_log_probs(self, tokens: Tokens, start: int) -> LogProbs:
+        """log_softmax(logits)[token] of tokens[start + 1 :], float32, at temperature 1; a pass of its own."""
+        hidden = self.forward.hidden_states(
+            torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], lambda _, q, k, v: causal_attention(q, k, v)
+        )[0]
+        found = np.empty(len(tokens) - start - 1, np.float32)
+        for first in range(start, len(tokens) - 1, 512):  # logits of a whole long prompt would be GiBs
+            last = min(first + 512, len(tokens) - 1)
+            log_probs = torch.log_softmax(self.forward.logits(hidden[first:last]).float(), dim=-1)
+            targets = torch.from_numpy(tokens[first + 1 : last + 1])
+            found[first - start : last - start] = log_probs.gather(1, targets[:, None])[:, 0].numpy()
+        return found
+
+
+def _parts(prompts: Sequence[Tokens]) -> Iterator[list[int]]:
+    """Indices of prompts that go through the model together: alike in length, PREFILL_TOKENS at most (or a single one)."""
+    part: list[int] = []
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
+        if part and (len(part) + 1) * len(prompts[index]) > PREFILL_TOKENS:
+            yield part
+            part = []
+        part.append(index)
+    yield part

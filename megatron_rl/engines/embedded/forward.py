@@ -1,0 +1,105 @@
+"""One pass through the modules of a transformers model; where keys and values live and who attends to what is passed in.
+
+Qwen2, Qwen3 (dense) and Llama share their layout, so their layers are driven directly: no cache object, mask builder or
+output class of transformers stands in the decoding loop, and `tests/contract` holds the result to its full forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, queries [B, Hq, S, D], keys [B, Hkv, S, D], values) -> [B, S, Hq * D]."""
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+class ForwardPass:
+    """The model as three steps: hidden states, logits, and the attention that the caller supplies.
+
+    Raises:
+        ValueError: the architecture is not one whose layers can be driven like this.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        if config.model_type not in SUPPORTED_MODEL_TYPES:
+            raise ValueError(
+                f"model_type {config.model_type!r}: the embedded engine serves {', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise ValueError("the model uses sliding-window attention, which the embedded engine does not")
+        self.model = model
+        self.layers = list(model.model.layers)
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.vocab_size: int = config.vocab_size
+        self.dtype: torch.dtype = model.dtype
+
+    def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """tokens, positions int64 [B, S] -> [B, S, hidden], after the final norm."""
+        decoder = self.model.model
+        hidden = decoder.embed_tokens(tokens)
+        cos, sin = (table.unsqueeze(1) for table in decoder.rotary_emb(hidden, positions))
+        for index, layer in enumerate(self.layers):
+            queries, keys, values = self._project(layer.self_attn, layer.input_layernorm(hidden))
+            attended = attend(index, _rotate(queries, cos, sin), _rotate(keys, cos, sin), values)
+            hidden = hidden + layer.self_attn.o_proj(attended)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return decoder.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., V]."""
+        return self.model.lm_head(hidden)
+
+    def _project(self, attention: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        queries = attention.q_proj(hidden).view(shape)
+        keys = attention.k_proj(hidden).view(shape)
+        if hasattr(attention, "q_norm"):  # Qwen3 normalises each head before rotating it
+            queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+        values = attention.v_proj(hidden).view(shape)
+        return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention of sequences that start at position 0, right-padded: [B, H, S, D] -> [B, S, Hq * D].
+
+    Padding needs no mask: real tokens stand before it and causality hides it from them.
+    """
+    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+def masked_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Attention to a cache: queries [B, Hq, S, D], keys [B, Hkv, L, D], additive mask [1 or B, 1, S, L] -> [B, S, Hq * D].
+
+    The query heads that share a key head are folded into the query length: keys are read once and never repeated.
+    """
+    batch, num_heads, length, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
+    folded = queries.reshape(batch, num_kv_heads, group * length, head_dim)
+    if length > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return out.reshape(batch, num_heads, length, head_dim).transpose(1, 2).flatten(2)
+
+
+def visible_up_to(positions: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask: a query at `positions` int64 [B, S] sees cache entries 0 .. position; [B, 1, S, length]."""
+    hidden = torch.arange(length) > positions[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, in the layout of Hugging Face checkpoints: the two halves of a head are the two coordinates."""
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat((-second, first), dim=-1) * sin

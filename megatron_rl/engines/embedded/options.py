@@ -1,0 +1,53 @@
+"""What the embedded engine is started with; reading configuration files and command lines is in `engines.serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class EmbeddedOptions:
+    """One server.
+
+    Raises:
+        ValueError: a value outside its range; the message names it.
+    """
+
+    model: str
+    """Hugging Face directory: config.json and safetensors, tokenizer.json if answers shall carry text."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 binds any free port; `endpoint_file` tells which."""
+    endpoint_file: str | None = None
+    """Where {"url", "pid", "model"} is published once the server answers; removed at exit."""
+    dtype: Dtype = "auto"
+    """Number format of weights and KV cache; `auto` = what config.json says."""
+    max_running_requests: int = 256
+    """Sequences decoded at once; further ones wait."""
+    deterministic: bool = False
+    """Same bits for the same request, whatever runs beside it: every kernel runs at one fixed shape, which costs speed."""
+    api_key: str | None = None
+    """Bearer token wanted on all but the health routes."""
+    weight_version: str = "default"
+    """Name of the weights the server starts with."""
+    context_length: int | None = None
+    """Prompt and response together; None = the model's max_position_embeddings."""
+    seed: int | None = None
+    """Seeds requests that bring no sampling_seed; None = from the operating system."""
+    num_threads: int | None = None
+    """Threads of one kernel; None = what torch chooses."""
+    kv_cache_gib: float | None = None
+    """Memory for keys and values; None = half of what is available at start."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "context_length", "num_threads", "kv_cache_gib"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value}: must be positive")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port}: must be 0 (any free port) or 1 .. 65535")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r}: must be auto, float32 or bfloat16")

@@ -1,0 +1,219 @@
+"""Between HTTP and the scheduler: calls wait at the gate, become requests, and get their answers. Lives in the event loop.
+
+Waits for: the gate (pause, update), the scheduler's answers. Both last as long as clients want; clients have deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from .gate import Gate
+from .protocol import BadRequest, GenerateCall, GenerateRequest, Limits, PauseRequest, UpdateFromDiskRequest
+from .request import Request
+from .responses import generation
+from .scheduler import Load, Scheduler
+
+T = TypeVar("T")
+FLUSH_POLL_S = 0.05
+
+
+class EngineFailed(RuntimeError):
+    """The engine could not compute an answer: status 500."""
+
+
+@dataclass
+class _Pending:
+    """A call whose sequences are being computed."""
+
+    left: int
+    done: asyncio.Future[None]
+
+
+class Service:
+    """One served model. `attach` it before use.
+
+    Args:
+        limits: what requests are checked against.
+        model_path: reported by /model_info; updates replace it.
+        tokenizer: adds `text` to answers.
+        seed: of requests without a sampling_seed.
+    """
+
+    def __init__(self, limits: Limits, model_path: str, tokenizer: Tokenizer | None, seed: int | None) -> None:
+        self.limits, self.model_path = limits, model_path
+        self._tokenizer = tokenizer
+        self._random = np.random.default_rng(seed)
+        self._gate = Gate()
+        self._rids: dict[str, GenerateCall] = {}
+        self._pending: dict[Request, _Pending] = {}
+
+    def attach(self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop) -> None:
+        """Connect the thread that decodes and the loop that this object lives in."""
+        self._scheduler, self._loop = scheduler, loop
+
+    def close(self) -> None:
+        """Turn waiting calls away and end the scheduler, which aborts what it holds."""
+        self._gate.close()
+        self._scheduler.stop()
+
+    # ------------------------------------------------------------------------------------------------- generation
+    async def generate(self, body: GenerateRequest, disconnected: Callable[[], Awaitable[Any]]) -> Any:
+        """The answer to /generate; None when the client went away (`disconnected` returned) before it was there.
+
+        Raises:
+            BadRequest: the body is wrong, or one of its rids is in use.
+            EngineFailed: the engine could not compute a sequence.
+            ShuttingDown: the server ends.
+        """
+        start = time.perf_counter()
+        call = body.to_call(self.limits, self._fresh_seed)
+        self._claim_rids(call)
+        watch = asyncio.ensure_future(self._abort_after(disconnected, call))
+        try:
+            async with self._gate.generation():
+                if not call.abandoned:
+                    await self._compute(call)
+        finally:
+            watch.cancel()
+            self._release_rids(call.requests)
+        return None if call.abandoned else self._answer(call, time.perf_counter() - start)
+
+    async def _compute(self, call: GenerateCall) -> None:
+        pending = _Pending(len(call.requests), self._loop.create_future())
+        self._pending |= dict.fromkeys(call.requests, pending)
+        self._scheduler.submit(call.requests)
+        await pending.done
+        for request in call.requests:
+            if (request.finish_reason or {}).get("status_code"):
+                raise EngineFailed(f"{request.rid}: {request.finish_reason['message']}")  # type: ignore[index]
+
+    def finished(self, requests: Sequence[Request]) -> None:
+        """The scheduler's report, from its thread."""
+        self._loop.call_soon_threadsafe(self._settle, requests)
+
+    def _settle(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            pending = self._pending.pop(request)
+            pending.left -= 1
+            if not pending.left and not pending.done.done():
+                pending.done.set_result(None)
+
+    async def _abort_after(self, disconnected: Callable[[], Awaitable[Any]], call: GenerateCall) -> None:
+        await disconnected()
+        call.abandoned = True
+        self._release_rids(call.requests)
+        mine = set(call.requests)
+        self._scheduler.call(lambda: self._scheduler.abort(lambda request: request in mine))
+
+    def _claim_rids(self, call: GenerateCall) -> None:
+        used = [r.rid for r in call.requests if r.rid in self._rids]
+        if used:
+            raise BadRequest(f"Duplicate request ID detected: {used[0]} is still being generated.")
+        self._rids |= dict.fromkeys((r.rid for r in call.requests), call)
+
+    def _release_rids(self, requests: Sequence[Request]) -> None:
+        """Only if still theirs: after an abort a retry may have claimed them already."""
+        for request in requests:
+            owner = self._rids.get(request.rid)
+            if owner is not None and request in owner.requests:
+                del self._rids[request.rid]
+
+    def _answer(self, call: GenerateCall, seconds: float) -> Any:
+        texts = self._texts(call)
+        answers = [
+            generation(request, text, wanted, seconds)
+            for request, text, wanted in zip(call.requests, texts, call.return_log_probs, strict=True)
+        ]
+        return answers if call.as_list else answers[0]
+
+    def _texts(self, call: GenerateCall) -> list[str | None]:
+        if self._tokenizer is None:
+            return [None] * len(call.requests)
+        return [
+            self._tokenizer.decode(request.output_ids.tolist(), skip_special_tokens=skip)
+            for request, skip in zip(call.requests, call.skip_special_tokens, strict=True)
+        ]
+
+    def _fresh_seed(self) -> int:
+        return int(self._random.integers(2**63))
+
+    # ---------------------------------------------------------------------------------------------------- control
+    def abort(self, rid: str | None, abort_all: bool) -> None:
+        """Abort all, or the requests whose rid begins with `rid`; their rids may be used again at once. Does not wait."""
+        if not rid and not abort_all:
+            return
+        prefix = "" if abort_all else str(rid)
+        for known in [known for known in self._rids if known.startswith(prefix)]:
+            del self._rids[known]
+        self._scheduler.call(lambda: self._scheduler.abort(lambda request: request.rid.startswith(prefix)))
+
+    async def pause(self, body: PauseRequest) -> None:
+        """Pause; with mode abort, return when all calls have been answered. Raises ShuttingDown."""
+        self._gate.pause()
+        await self._call(lambda: self._scheduler.pause(body.mode))
+        if body.mode == "abort":
+            await self._gate.until_empty()
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self._call(self._scheduler.resume)
+        self._gate.resume()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Forget keys and values; retried until the timeout while requests run or wait."""
+        deadline = time.monotonic() + timeout_s
+        while not await self._call(self._scheduler.flush):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(FLUSH_POLL_S)
+        return True
+
+    async def update_weights(self, body: UpdateFromDiskRequest) -> str:
+        """Load weights from disk; outside a pause, after the calls inside have been answered. Returns a message.
+
+        Raises:
+            WeightsError: refused, nothing changed.
+            ShuttingDown: the server ends.
+        """
+        if body.abort_all_requests:
+            self.abort(None, abort_all=True)
+        async with self._gate.update():
+            await self._call(
+                lambda: self._scheduler.update_weights(body.model_path, body.weight_version, body.flush_cache)
+            )
+            self.model_path = body.model_path
+        message = "Succeeded to update model weights."
+        return message if body.weight_version is None else f"{message} Weight version updated to {body.weight_version}."
+
+    async def checksums(self) -> dict[str, str]:
+        """Parameter name -> SHA-256."""
+        return await self._call(self._scheduler.checksums)
+
+    async def load(self) -> Load:
+        """What runs and waits, the calls at the gate not counted."""
+        return await self._call(self._scheduler.load)
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation calls are held."""
+        return self._gate.paused
+
+    @property
+    def weight_version(self) -> str:
+        """Name of the weights in force."""
+        return self._scheduler.version
+
+    @property
+    def failed(self) -> bool:
+        """Whether the scheduler has ended with an error."""
+        return self._scheduler.failure is not None
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._scheduler.call(function))

@@ -1,0 +1,107 @@
+"""The weights of the served model: loading, replacing them from disk as a whole or not at all, checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from .options import Dtype
+
+
+class WeightsError(ValueError):
+    """Weights cannot be used; the message names the directory and the fault. What was loaded before stays."""
+
+
+def load_model(path: str, dtype: Dtype) -> PreTrainedModel:
+    """The model in a Hugging Face directory, in evaluation mode. Raises WeightsError."""
+    if not (Path(path) / "config.json").is_file():
+        raise WeightsError(f"{path}: no config.json there; give a Hugging Face model directory")
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise WeightsError(f"{path}: cannot be loaded: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+class Weights:
+    """Parameters of one loaded model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters = dict(model.named_parameters())  # tied ones once
+        self._aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)} - set(self._parameters)
+
+    def update(self, path: str) -> None:
+        """Replace all parameters by those in the safetensors files of `path`.
+
+        Raises:
+            WeightsError: a file is missing or damaged, or names or shapes are not this model's; nothing has changed then.
+        """
+        staged = self._read(Path(path))
+        for name, parameter in self._parameters.items():
+            parameter.copy_(staged.pop(name))
+
+    def _read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """All parameters in this model's formats. Names and shapes are checked before the first byte of data is read."""
+        try:
+            with ExitStack() as stack:
+                files = [stack.enter_context(safe_open(file, "pt")) for file in _files(folder)]
+                where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+                self._check(folder, {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()})
+                return {n: where[n].get_tensor(n).to(p.dtype) for n, p in self._parameters.items()}
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            if isinstance(error, WeightsError):
+                raise
+            raise WeightsError(f"{folder}: cannot be read: {error}") from error
+
+    def _check(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+        missing = sorted(self._parameters.keys() - shapes.keys())
+        known = self._parameters.keys() | self._aliases
+        surplus = sorted(n for n in shapes.keys() - known if not n.endswith("rotary_emb.inv_freq"))
+        if missing or surplus:
+            raise WeightsError(
+                f"{folder}: not the weights of the served model: {len(missing)} parameters missing {missing[:3]}, "
+                f"{len(surplus)} unknown {surplus[:3]}"
+            )
+        for name, parameter in self._parameters.items():
+            if shapes[name] != tuple(parameter.shape):
+                raise WeightsError(f"{folder}: {name} has shape {shapes[name]}, served is {tuple(parameter.shape)}")
+
+    def checksums(self) -> dict[str, str]:
+        """Parameter name -> SHA-256 of its format, shape and bytes, in hex; the same in every process."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            digest = hashlib.sha256(f"{parameter.dtype} {tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+            found[name] = digest.hexdigest()
+        return found
+
+
+def overall_checksum(checksums: dict[str, str]) -> str:
+    """One SHA-256 over all names and checksums, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(checksums):
+        digest.update(f"{name}={checksums[name]}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of the index, else all safetensors files of the folder."""
+    if not folder.is_dir():
+        raise WeightsError(f"{folder}: no such directory")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{folder}: no safetensors files there")
+    return files
