@@ -6,12 +6,15 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
-VERSION = re.search(r'^__version__ = "([^"]+)"$', (HERE / "megatron_rl" / "__init__.py").read_text("utf-8"), re.M).group(1)
+VERSION = re.search(
+    r'^__version__ = "([^"]+)"$', (HERE / "megatron_rl" / "__init__.py").read_text("utf-8"), re.M
+).group(1)
 
 # Every lower bound of BASE, cpu and dev is the version that the tests run with (constraints-cpu.txt pins all of them).
 BASE = [
     "aiohttp>=3.14.5",
     "jinja2>=3.1.6",
+    "markupsafe>=3.0.4",
     "math-verify>=0.9.0",
     "megatron-core>=0.16.1",
     "numpy>=2.4.6",
@@ -36,7 +39,7 @@ BASE = [
 
 EXTRAS = {
     # The embedded generation server (transformers behind SGLang's HTTP contract); gguf reads the pretrained example's weights.
-    "cpu": ["fastapi>=0.165.0", "gguf>=0.19.0", "uvicorn>=0.54.0"],
+    "cpu": ["fastapi>=0.165.0", "gguf>=0.19.0", "starlette>=1.10.0", "uvicorn>=0.54.0"],
     # Transformer Engine and NVIDIA's Apex come with the NGC image. The `apex` on PyPI is another project: never list it.
     "gpu": ["triton>=3.4"],
     "mpi": ["mpi4py>=4.1"],
@@ -44,7 +47,7 @@ EXTRAS = {
     "sglang": ["sglang==0.5.23"],
     "wandb": ["wandb>=0.22"],
     "dev": [
-        "hypothesis>=6.170",
+        "hypothesis>=6.170.17",
         "import-linter>=2.17",
         "mypy>=2.4.1",
         "py-spy>=0.4.3",

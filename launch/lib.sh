@@ -50,11 +50,10 @@ mrl_python_candidates() { # one per line, the user's own choice first
     printf '%s\n' "$MEGATRON_RL_PYTHON"
     return
   fi
-  printf '%s\n' "python$MRL_PYTHON_VERSION" python3 python
+  type -aP "python$MRL_PYTHON_VERSION" python3 python || true
   local path
   for path in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$MRL_PYTHON_VERSION".*/bin/python \
-    "$HOME/.local/share/uv/python/cpython-$MRL_PYTHON_VERSION"*/bin/python3 \
-    /usr/bin/python$MRL_PYTHON_VERSION /usr/local/bin/python$MRL_PYTHON_VERSION /opt/homebrew/bin/python$MRL_PYTHON_VERSION; do
+    "$HOME/.local/share/uv/python/cpython-$MRL_PYTHON_VERSION"*/bin/python3; do
     if [[ -x "$path" ]]; then printf '%s\n' "$path"; fi
   done
 }
@@ -63,7 +62,7 @@ mrl_find_python() { # sets MRL_PYTHON, or explains what is missing
   local candidate version seen="" without_venv=""
   while IFS= read -r candidate; do
     version="$(mrl_python_version "$candidate")" || continue
-    seen="$seen $candidate($version)"
+    seen="$seen $candidate ($version);"
     [[ "$version" == "$MRL_PYTHON_VERSION" ]] || continue
     if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
       MRL_PYTHON=$candidate
@@ -81,7 +80,7 @@ mrl_find_python() { # sets MRL_PYTHON, or explains what is missing
     mrl_fail 10 "MEGATRON_RL_PYTHON=$MEGATRON_RL_PYTHON is not a working 64-bit CPython $MRL_PYTHON_VERSION." \
       "Unset it to search PATH, pyenv and uv, or point it at such a Python."
   fi
-  mrl_fail 10 "no Python $MRL_PYTHON_VERSION found (the version that megatron-rl is tested with). Seen:${seen:- none}" \
+  mrl_fail 10 "no Python $MRL_PYTHON_VERSION found (the version that megatron-rl is tested with). Seen:${seen:- none at all}" \
     "Any of these installs one, for your user alone:" \
     "  uv python install $MRL_PYTHON_VERSION        (https://docs.astral.sh/uv; found without further settings)" \
     "  pyenv install $MRL_PYTHON_VERSION            (found without further settings)" \
