@@ -35,7 +35,9 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"lr": 2e-4, "clip_grad": 1.0},
     "algorithm": {"preset": "dapo", "advantage": "grpo", "eps_low": 0.2, "eps_high": 0.28, "kl_coef": 0.001},
     "rollout": {"groups_per_step": 16, "group_size": 8, "max_response_tokens": 32, "dynamic_sampling": "refill"},
-    "reward": {"components": [{"name": "sorting", "weight": 1.0, "correctness": True}, {"name": "format", "weight": 0.1}]},
+    "reward": {
+        "components": [{"name": "sorting", "weight": 1.0, "correctness": True}, {"name": "format", "weight": 0.1}]
+    },
     "eval": {"every": 10, "prompts": 256, "samples_per_prompt": 4, "ks": [1, 2, 4]},
 }
 
@@ -158,7 +160,9 @@ def write_dump(
 def _sample(step: int, group: int, index: int, skill: float, rng: random.Random) -> dict[str, Any]:
     prompt_rng = random.Random(1000 * step + group)
     digits = [str(prompt_rng.randrange(10)) for _ in range(4)]
-    prompt = f"<|im_start|>user\nSort these digits in ascending order: {' '.join(digits)}<|im_end|>\n<|im_start|>assistant\n"
+    prompt = (
+        f"<|im_start|>user\nSort these digits in ascending order: {' '.join(digits)}<|im_end|>\n<|im_start|>assistant\n"
+    )
     right = rng.random() < skill
     guess = sorted(digits) if right else rng.sample(digits, len(digits))
     correct = float(guess == sorted(digits))

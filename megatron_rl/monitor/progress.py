@@ -147,8 +147,9 @@ class Progress:
     def _numbers(self) -> list[tuple[str, str]]:
         shown = [(label, form.format(self._latest[name])) for name, label, form in SHOWN if name in self._latest]
         if "eval/pass_at_1" in self._latest:
-            interval = _interval_text(self._latest.get("eval/pass_at_1_low"), self._latest.get("eval/pass_at_1_high"))
-            text = f"{self._latest['eval/pass_at_1']:.3f}{interval} @{self._evaluated_at}"
+            low, high = self._latest.get("eval/pass_at_1_low"), self._latest.get("eval/pass_at_1_high")
+            interval = "" if low is None or high is None else f"{_interval((low, high))} "
+            text = f"{self._latest['eval/pass_at_1']:.3f} {interval}@{self._evaluated_at}"
             shown.insert(1 if shown and shown[0][0] == "reward" else 0, ("pass@1", text))
         return shown
 
@@ -192,10 +193,10 @@ def summary_table(result: RunResult, title: str) -> Table:
     table.add_column("")
     for column in ("before", "after"):
         table.add_column(column, justify="right")
-    before = _share(result.pass_at_1_before, result.pass_at_1_before_interval)
-    after = _share(result.pass_at_1_after, result.pass_at_1_after_interval)
-    table.add_row("pass@1 (95 % interval)", before, Text(after, style="bold green"))
-    table.add_row("valid format", _share(result.format_valid_before, None), _share(result.format_valid_after, None))
+    table.add_row("pass@1", _share(result.pass_at_1_before), Text(_share(result.pass_at_1_after), style="bold"))
+    before, after = (_interval(i) for i in (result.pass_at_1_before_interval, result.pass_at_1_after_interval))
+    table.add_row("95 % interval", before, after)
+    table.add_row("valid format", _share(result.format_valid_before), _share(result.format_valid_after))
     table.add_row("steps", "", str(result.steps))
     table.add_row("training time", "", duration(result.train_seconds))
     return table
@@ -229,9 +230,9 @@ def _packed(numbers: list[tuple[str, str]], width: int) -> list[Text]:
     return lines
 
 
-def _share(value: float | None, interval: Interval | None) -> str:
-    return "-" if value is None else f"{value:.3f}{_interval_text(*(interval or (None, None)))}"
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
-def _interval_text(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+def _interval(interval: Interval | None) -> str:
+    return "-" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"
