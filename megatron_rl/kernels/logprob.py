@@ -1,5 +1,5 @@
 """Log-probs and full-vocabulary entropy of vocabulary-sharded logits, with their gradient; the row arithmetic is in
-`vocab_rows`, losses are in `algorithms`."""
+`vocab_statistics` and `vocab_gradient`, losses are in `algorithms`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .vocab_rows import Rows, combine, logits_gradient, vocab_statistics
+from .vocab_gradient import logits_gradient
+from .vocab_rows import Rows, compute_dtype
+from .vocab_statistics import combine, vocab_statistics
 
 
 def vocab_parallel_logprob(
@@ -76,39 +78,42 @@ class _VocabParallelLogprob(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # an unused output then costs nothing in backward
         rows = _live_rows(logits, target, group, temperature, vocab_size)
-        log_prob, maximum, log_sum, entropy = combine(_gather(vocab_statistics(rows, with_entropy), group))
+        stats, kept = vocab_statistics(rows, with_entropy, keep=ctx.needs_input_grad[0])
+        merged = combine(_gather(stats, group), _rank(group))
         ctx.save_for_backward(
             logits,
             rows.target,
             rows.index,
             rows.inverse_temperature,
-            maximum,
-            log_sum,
-            entropy if with_entropy else None,
+            stats[0],
+            kept,
+            merged.log_norm,
+            merged.entropy,
         )
         ctx.valid = rows.valid
-        log_probs = _scatter(log_prob, rows)
+        log_probs = _scatter(merged.log_prob, rows)
         if not with_entropy:
             return log_probs, None
-        entropies = _scatter(entropy, rows)
+        entropy = _scatter(merged.entropy, rows)
         if not entropy_requires_grad:
-            ctx.mark_non_differentiable(entropies)
-        return log_probs, entropies
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, target, index, inverse_temperature, maximum, log_sum, entropy = ctx.saved_tensors
+        logits, target, index, inverse_temperature, maximum, kept, log_norm, entropy = ctx.saved_tensors
         rows = Rows(logits, target, index, inverse_temperature, ctx.valid)
         if grad is None and entropy_grad is None:
             return (None,) * 7
         d = logits_gradient(
             rows,
-            maximum,
-            log_sum,
-            torch.zeros_like(maximum) if grad is None else _select(grad, index),
-            entropy,
-            None if entropy_grad is None else _select(entropy_grad, index),
+            maximum=maximum,
+            log_norm=log_norm,
+            kept=kept,
+            grad=None if grad is None else _select(grad, index),
+            entropy=entropy,
+            entropy_grad=None if entropy_grad is None else _select(entropy_grad, index),
         )
         return (d,) + (None,) * 6
 
@@ -117,16 +122,15 @@ def _live_rows(
     logits: Tensor, target: Tensor, group: dist.ProcessGroup | None, temperature: float | Tensor, vocab_size: int
 ) -> Rows:
     width = logits.shape[1]
-    start = 0 if group is None else dist.get_rank(group) * width
-    live = target >= 0
-    index = None if bool(live.all()) else live.nonzero().squeeze(1)
+    start = _rank(group) * width
+    all_live = target.numel() == 0 or int(target.min()) >= 0
+    index = None if all_live else (target >= 0).nonzero().squeeze(1)
     local = _select(target, index) - start
-    compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return Rows(
         logits.detach(),
         local,
         index,
-        _inverse_temperature(temperature, index, local, compute_dtype),
+        _inverse_temperature(temperature, index, local, compute_dtype(logits)),
         min(width, max(0, vocab_size - start)),
     )
 
@@ -156,17 +160,21 @@ def _scatter(values: Tensor, rows: Rows) -> Tensor:
 
 
 def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[n, 4] of this rank -> [ranks, n, 4]. Every rank of the group sees the same targets, hence the same n."""
+    """[4, n] of this rank -> [ranks, 4, n]. Every rank of the group sees the same targets, hence the same n."""
     world = _size(group)
-    if world == 1 or stats.shape[0] == 0:
+    if world == 1 or stats.numel() == 0:
         return stats.unsqueeze(0)
-    out = stats.new_empty(world * stats.shape[0], 4)
+    out = stats.new_empty(world * stats.shape[0], stats.shape[1])
     dist.all_gather_into_tensor(out, stats, group=group)
-    return out.view(world, -1, 4)
+    return out.view(world, *stats.shape)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
 
 
 def _check_shapes(logits: Tensor, target: Tensor, temperature: float | Tensor) -> None:
@@ -182,9 +190,11 @@ def _check_shapes(logits: Tensor, target: Tensor, temperature: float | Tensor) -
 
 
 def _check_ids(target: Tensor, vocab_size: int) -> None:
-    bad = (target < -1) | (target >= vocab_size)
-    if bool(bad.any()):
-        at = int(bad.nonzero()[0])
+    if target.numel() == 0:
+        return
+    lowest, highest = torch.aminmax(target)
+    if int(lowest) < -1 or int(highest) >= vocab_size:
+        at = int(((target < -1) | (target >= vocab_size)).nonzero()[0])
         raise ValueError(
             f"target[{at}]={int(target[at])} is outside the vocabulary: ids are 0 .. {vocab_size - 1}, or -1 for a "
             "masked token; check that tokenizer and model belong together"
