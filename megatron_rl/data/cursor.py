@@ -88,7 +88,7 @@ class PromptCursor:
         """Go on where the saved cursor was. Raises `DataError` when it dealt from other data or in another order."""
         mine = self.state_dict()
         try:
-            other = {key: (state[key], mine[key]) for key in ("size", "seed", "shuffle", "fingerprint")}  # type: ignore[literal-required]
+            other = {key: (state[key], mine[key]) for key in ("size", "seed", "shuffle", "fingerprint")}
             drawn = state["drawn"]
         except KeyError as error:
             raise DataError(f"the saved data position lacks {error}; the checkpoint is of another version") from None

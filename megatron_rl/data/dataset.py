@@ -1,4 +1,4 @@
-"""Reading a JSONL prompt file: every line checked once, then read from disk when asked for; the order of use is `cursor.py`.
+"""Reading a JSONL prompt file: each line checked once, then read from disk when used; the order of use is `cursor.py`.
 
 What stays in memory is 16 bytes a record (offset, length, line number), not the text.
 """

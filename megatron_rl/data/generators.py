@@ -1,4 +1,4 @@
-"""Prompts made by a rule, for the quickstart and for tests: digit sorting and countdown; writing them is `quickstart.py`.
+"""Prompts made by a rule, for the quickstart and tests: digit sorting and countdown; writing them is `quickstart.py`.
 
 Every generator is a pure function of its arguments, gives other prompts for another seed, and keeps training and
 evaluation prompts apart by their text.

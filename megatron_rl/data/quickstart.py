@@ -1,9 +1,9 @@
-"""Writes the directory of the quickstart: model, training, evaluation and warm-up files; the rules behind are `generators.py`.
+"""Writes the directory of the quickstart: a model and its prompt files; the rules behind these are `generators.py`.
 
-    DIR/model/          a random Qwen3 of 0.4 million parameters with its tokenizer
-    DIR/train.jsonl     prompts to learn from          DIR/eval.jsonl   held-out prompts, none of them in the others
-    DIR/sft.jsonl       warm-up examples that teach the format
-    DIR/quickstart.json what the directory was made from, and the mark that it may be replaced
+DIR/model/          a random Qwen3 of 0.4 million parameters with its tokenizer
+DIR/train.jsonl     prompts to learn from          DIR/eval.jsonl   held-out prompts, none of them in the others
+DIR/sft.jsonl       warm-up examples that teach the format
+DIR/quickstart.json what the directory was made from, and the mark that it may be replaced
 """
 
 from __future__ import annotations

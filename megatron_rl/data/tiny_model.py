@@ -22,7 +22,8 @@ CHARACTERS = string.digits + "+-*/()=,>:. " + string.ascii_lowercase + "\n;!?'\"
 PAD, BOS, EOS = 0, 1, 2
 # One token before and one after the prompt: in a model this small every token costs time and capacity.
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
 )
 INITIAL_STD = 0.05
 

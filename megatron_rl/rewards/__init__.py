@@ -1,0 +1,23 @@
+"""Verifiers of responses, how their scores add up, and the processes they run in; never torch, no training, no HTTP.
+
+Names are loaded on first use: a worker process imports the verifiers it runs and nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compose import RewardResult
+    from .pool import RewardPool
+    from .registry import RewardError
+
+_HOME = {"RewardError": "registry", "RewardPool": "pool", "RewardResult": "compose"}
+__all__ = ["RewardError", "RewardPool", "RewardResult"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,268 @@
+"""Scoring many responses: here, or in worker processes with a deadline per item; what a verifier computes is elsewhere.
+
+    score(items) -> queue -> one task per worker: send a few jobs -> one answer after the other -> results, in order
+                                       |  late: kill the worker, this item is NaN, the jobs behind it go to a new one
+                                       |  dead: the same, with how it ended
+
+A task waits for: a job in the queue (no deadline: nothing to do), a worker to start (START_TIMEOUT_S), an answer
+(`reward.timeout_s` each). A failed item is data, not an exception, unless `reward.on_error: fail`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from megatron_rl.data.records import PromptRecord
+
+from . import frames
+from .compose import RewardResult, combine
+from .evaluate import Evaluator, Outcome
+from .pool_worker import PoolWorker, WorkerDied
+from .registry import RewardError, check_name, is_inline_safe
+
+if TYPE_CHECKING:
+    from megatron_rl.config.reward import RewardConfig
+
+Item = tuple[PromptRecord, str]
+"""A record and the text of a response."""
+
+_CHUNK = 16
+"""Jobs sent to a worker at once, so that it never waits for the event loop between two of them."""
+_LOGGED_ERRORS = 5
+"""Failures logged in full; later ones are only counted."""
+_INLINE_SLICE = 64
+"""Items scored in the controller before other tasks of its event loop get a turn."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RewardCounters:
+    """What happened since the pool was made."""
+
+    items: int = 0
+    errors: int = 0
+    """Items of which some verifier raised or returned no finite number."""
+    timeouts: int = 0
+    worker_deaths: int = 0
+    non_finite: int = 0
+    """Items without a finite total, for whatever reason."""
+
+
+@dataclass(eq=False)
+class _Job:
+    item: Item
+    done: asyncio.Future[Outcome]
+
+
+class RewardPool:
+    """Scores responses with the verifiers of `reward_cfg`; belongs to the event loop that first uses it.
+
+    `extra_env` are variables that verifiers of your own need; workers get no others. Use `async with`, or `close()`.
+    Raises `RewardError` at once for an unknown component, and when workers=0 with a verifier that needs a process.
+    """
+
+    def __init__(self, reward_cfg: RewardConfig, *, extra_env: Mapping[str, str] | None = None) -> None:
+        self._cfg = reward_cfg
+        self._components = [(component.name, component.args) for component in reward_cfg.components]
+        self._extra_env = dict(extra_env or {})
+        self._inline = _make_inline(reward_cfg)
+        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._workers: set[PoolWorker] = set()
+        self._starting: asyncio.Lock = asyncio.Lock()
+        self._broken: RewardError | None = None
+        self.counters = RewardCounters()
+
+    async def __aenter__(self) -> RewardPool:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def metrics(self) -> dict[str, float]:
+        """The counters under their metric names."""
+        return {f"reward/{name}": float(value) for name, value in asdict(self.counters).items()}
+
+    async def start(self) -> None:
+        """Start the workers and load the verifiers; `score` does it otherwise. Raises `RewardError`."""
+        async with self._starting:
+            self._check_usable()
+            if self._inline is not None or self._tasks:
+                return
+            started = await asyncio.gather(
+                *(PoolWorker.start(self._components, self._extra_env) for _ in range(self._cfg.workers)),
+                return_exceptions=True,
+            )
+            self._workers = {worker for worker in started if isinstance(worker, PoolWorker)}
+            for outcome in started:
+                if isinstance(outcome, BaseException):
+                    await self.close()
+                    raise outcome
+            self._tasks = [asyncio.create_task(self._serve(worker)) for worker in tuple(self._workers)]
+
+    async def score(self, items: Sequence[Item]) -> list[RewardResult]:
+        """One result per item, in order. Several calls may run at once.
+
+        Raises `RewardError` when workers cannot be started, when the pool is closed meanwhile, and with
+        `on_error: fail` for the first item without a result.
+        """
+        if self._inline is not None:
+            self._check_usable()
+            outcomes = await self._score_here(items, self._inline)
+        else:
+            await self.start()
+            loop = asyncio.get_running_loop()
+            jobs = [_Job(item, loop.create_future()) for item in items]
+            for job in jobs:
+                self._queue.put_nowait(job)
+            outcomes = await asyncio.gather(*(job.done for job in jobs))
+        return [self._result(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]
+
+    async def close(self) -> None:
+        """End all workers; calls of `score` that still wait raise `RewardError`."""
+        self._broken = self._broken or RewardError("the reward pool is closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._fail_waiting(self._broken)
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+        self._workers.clear()
+
+    # ------------------------------------------------------------------------------------------------- in the process
+
+    async def _score_here(self, items: Sequence[Item], evaluate: Evaluator) -> list[Outcome]:
+        outcomes = []
+        for number, (record, response) in enumerate(items, start=1):
+            outcomes.append(evaluate(response, record))
+            if number % _INLINE_SLICE == 0:
+                await asyncio.sleep(0)
+        return outcomes
+
+    # ------------------------------------------------------------------------------------------------------ in workers
+
+    async def _serve(self, worker: PoolWorker | None) -> None:
+        """One worker's life: jobs from the queue, a new process after one that was lost."""
+        jobs: list[_Job] = []
+        try:
+            while True:
+                jobs = await self._take()
+                while jobs:
+                    if worker is None:
+                        worker = await PoolWorker.start(self._components, self._extra_env)
+                        self._workers.add(worker)
+                    jobs = await self._run(worker, jobs)
+                    if worker not in self._workers:
+                        worker = None
+        except BaseException as error:
+            self._give_up(error, jobs)
+            raise
+
+    async def _take(self) -> list[_Job]:
+        """Some jobs; at least one, and not so many that other workers would stand idle."""
+        jobs = [await self._queue.get()]
+        share = math.ceil((self._queue.qsize() + 1) / self._cfg.workers)
+        while len(jobs) < min(share, _CHUNK) and not self._queue.empty():
+            jobs.append(self._queue.get_nowait())
+        return jobs
+
+    async def _run(self, worker: PoolWorker, jobs: list[_Job]) -> list[_Job]:
+        """Have the jobs done; returns those that were not begun because the worker was lost on the way."""
+        for job in jobs:
+            record, response = job.item
+            worker.send(frames.job(record, response))
+        for index, job in enumerate(jobs):
+            try:
+                outcome = frames.from_reply(await worker.receive(self._cfg.timeout_s))
+            except TimeoutError:
+                self.counters.timeouts += 1
+                reason = f"timeout: no answer after reward.timeout_s={self._cfg.timeout_s:g} s"
+            except WorkerDied as error:
+                self.counters.worker_deaths += 1
+                reason = f"the worker process died ({error})"
+            else:
+                _resolve(job, outcome)
+                continue
+            self._workers.discard(worker)
+            _resolve(job, self._nothing(reason))
+            await worker.kill()
+            return jobs[index + 1 :]
+        return []
+
+    def _nothing(self, reason: str) -> Outcome:
+        count = len(self._components)
+        return Outcome((math.nan,) * count, dict.fromkeys(range(count), reason))
+
+    def _give_up(self, error: BaseException, jobs: list[_Job]) -> None:
+        """A task ends: nobody may wait for it for ever."""
+        if self._broken is None and not isinstance(error, asyncio.CancelledError):
+            self._broken = (
+                error if isinstance(error, RewardError) else RewardError(f"the reward pool failed: {error!r}")
+            )
+        self._fail_waiting(self._broken or RewardError("the reward pool is closed"), jobs)
+
+    def _fail_waiting(self, error: RewardError, jobs: Sequence[_Job] = ()) -> None:
+        waiting = list(jobs)
+        while not self._queue.empty():
+            waiting.append(self._queue.get_nowait())
+        for job in waiting:
+            if not job.done.done():
+                job.done.set_exception(error)
+
+    # --------------------------------------------------------------------------------------------------------- results
+
+    def _result(self, item: Item, outcome: Outcome) -> RewardResult:
+        result = combine(outcome, self._cfg.components)
+        self.counters.items += 1
+        self.counters.non_finite += not result.finite
+        if result.errors:
+            self._report(item[0], result.errors)
+        return result
+
+    def _report(self, record: PromptRecord, errors: Mapping[str, str]) -> None:
+        self.counters.errors += 1
+        text = "; ".join(f"{name} {reason}" for name, reason in errors.items())
+        if self._cfg.on_error == "fail":
+            raise RewardError(
+                f"no reward for a response to prompt {record.id!r}: {text}; correct the verifier or the data, "
+                "or set reward.on_error=mask to leave such samples out"
+            )
+        if self.counters.errors <= _LOGGED_ERRORS:
+            log.warning("no reward for a response to prompt %r (left out of training): %s", record.id, text)
+        if self.counters.errors == _LOGGED_ERRORS:
+            log.warning("further such failures are only counted, as reward/errors")
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+
+def _make_inline(cfg: RewardConfig) -> Evaluator | None:
+    """The verifiers to run in this process, or None when there are workers."""
+    names = [component.name for component in cfg.components]
+    for name in names:
+        check_name(name)
+    if cfg.workers:
+        return None
+    unsafe = [name for name in names if not is_inline_safe(name)]
+    if unsafe:
+        raise RewardError(
+            f"reward.workers=0 runs verifiers in the controller, but {', '.join(unsafe)} could hang it; "
+            "set reward.workers to 1 or more"
+        )
+    return Evaluator([(component.name, component.args) for component in cfg.components])
+
+
+def _resolve(job: _Job, outcome: Outcome) -> None:
+    if not job.done.done():  # its caller may have been cancelled
+        job.done.set_result(outcome)

@@ -1,0 +1,142 @@
+"""One worker process as its pool sees it: started, asked, killed. Which job goes where is `pool.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from . import frames
+from .registry import RewardError
+
+START_TIMEOUT_S = 120.0
+"""Importing the verifiers of a user on a busy machine; an item's deadline begins after that."""
+CLOSE_TIMEOUT_S = 2.0
+# What a Python process needs to start and to find its modules. Everything else, secrets first of all, stays out of a
+# process that reads text which a model wrote.
+_PASSED_ON = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "SYSTEMROOT",
+)
+
+
+class WorkerDied(Exception):
+    """The process ended instead of answering; the text says how."""
+
+
+class PoolWorker:
+    """A running process with its verifiers loaded; make one with `PoolWorker.start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @classmethod
+    async def start(
+        cls, components: Sequence[tuple[str, Mapping[str, Any]]], extra_env: Mapping[str, str]
+    ) -> PoolWorker:
+        """Start a process and wait until its verifiers are loaded.
+
+        Raises `RewardError` with the worker's own message when one of them cannot be.
+        """
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"{__package__}.worker",
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=worker_environment(os.environ, extra_env),
+            # A session of its own: Ctrl-C reaches the controller, which then closes its workers in order; and a kill
+            # reaches what a verifier has started.
+            start_new_session=True,
+        )
+        worker = cls(process)
+        try:
+            worker.send({"components": [[name, dict(args)] for name, args in components]})
+            answer = await worker.receive(START_TIMEOUT_S)
+        except TimeoutError:
+            await worker.kill()
+            raise RewardError(
+                f"a reward worker was not ready after {START_TIMEOUT_S:.0f} s; importing "
+                f"{', '.join(name for name, _ in components)} hangs or is very slow"
+            ) from None
+        except WorkerDied as error:
+            await worker.kill()
+            raise RewardError(f"a reward worker ended while loading its verifiers ({error}); see its output") from None
+        except BaseException:
+            await worker.kill()
+            raise
+        if "error" in answer:
+            await worker.kill()
+            raise RewardError(answer["error"])
+        return worker
+
+    def send(self, value: Any) -> None:
+        """Queue one frame; does not wait for the process to read it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(frames.encode(value))
+
+    async def receive(self, timeout_s: float) -> Any:
+        """The next frame. Raises `TimeoutError` after the deadline and `WorkerDied`."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                header = await self._process.stdout.readexactly(frames.LENGTH.size)
+                return orjson.loads(await self._process.stdout.readexactly(frames.LENGTH.unpack(header)[0]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise WorkerDied(await self._how_it_ended()) from None
+
+    async def kill(self) -> None:
+        """End the process and whatever it has started, now."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # Not without a deadline: a grandchild that left the group may keep the pipe open.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
+        self._close_pipes()
+
+    async def close(self) -> None:
+        """End an idle process in order: its input ends, so it exits; killed if it does not."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
+        await self.kill()
+
+    def _close_pipes(self) -> None:
+        transport = getattr(self._process, "_transport", None)  # asyncio has no public way to close the output pipe
+        if transport is not None:
+            transport.close()
+
+    async def _how_it_ended(self) -> str:
+        try:
+            code = await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            return "it closed its output"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def worker_environment(environment: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """The variables a worker gets: a few named ones, the module path of this process, and `extra`."""
+    kept = {name: value for name, value in environment.items() if name in _PASSED_ON or name.startswith("LC_")}
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}

@@ -1,0 +1,91 @@
+"""The process that runs verifiers: jobs come in on its standard input, outcomes go out on its standard output, in order.
+
+Started by `pool_worker.py` as `python -m megatron_rl.rewards.worker PARENT_PID`. The first frame names the components;
+the answer to it is `{"ready": true}` or `{"error": message}`. It may be killed at any moment, and it never outlives its
+parent: the kernel kills it on Linux, a watching thread elsewhere, and the end of its input in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from typing import BinaryIO
+
+from . import frames
+from .evaluate import Evaluator
+from .registry import BUILT_IN, RewardError
+
+MEMORY_LIMIT = 4 << 30
+"""Bytes of address space, where only built-in verifiers run: `9^{9^{9^9}}` must not take the node's memory."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Serve until the input ends."""
+    die_with_parent(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = _take_stdout()
+    return serve(sys.stdin.buffer, answers)
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO) -> int:
+    """Read components, then jobs, until the end of `jobs`."""
+    first = frames.read(jobs)
+    if first is None:
+        return 0
+    components = [(name, args) for name, args in first["components"]]
+    if all(name in BUILT_IN for name, _ in components):
+        _limit_memory()
+    try:
+        evaluate = Evaluator(components)
+    except RewardError as error:
+        _send(answers, {"error": str(error)})
+        return 1
+    _send(answers, {"ready": True})
+    while (job := frames.read(jobs)) is not None:
+        record, response = frames.from_job(job)
+        _send(answers, frames.reply(evaluate(response, record)))
+    return 0
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when `parent` ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _take_stdout() -> BinaryIO:
+    """The pipe to the parent; whatever a verifier prints goes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(ValueError, OSError):  # the system's own limit is lower already
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+
+
+def _send(stream: BinaryIO, value: object) -> None:
+    stream.write(frames.encode(value))
+    stream.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
