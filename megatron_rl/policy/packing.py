@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.policy.batch import TOKEN_FIELDS, SequenceBatch, ragged_rows
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class MicroBatch:
         targets: int64 [T], the token each row predicts, -1 where that token is not trainable.
         cu_seqlens: int32 [n + 1], first row of every packed sequence; the last sequence may be the masked padding.
         max_seqlen: rows of the longest packed sequence.
-        temperature: float32 [T], of each row's sequence.
+        temperature: of every row: one number where all sequences share it, else float32 [T].
         advantages, weights, behaviour_log_probs, old_log_probs, reference_log_probs: float32 [T] or None, exactly 0
             on rows that are not trainable.
         destination: int64 [T] numpy, where each row's output belongs in the batch's token axis, -1 for padding.
@@ -39,7 +44,7 @@ class MicroBatch:
     targets: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
-    temperature: Tensor
+    temperature: float | Tensor
     destination: np.ndarray
     sample_ids: tuple[str, ...]
     advantages: Tensor | None = None
@@ -52,6 +57,24 @@ class MicroBatch:
     def num_rows(self) -> int:
         """T, padding included."""
         return self.targets.numel()
+
+    @property
+    def trainable(self) -> Tensor:
+        """bool [T], rows whose target is trained on."""
+        return self.targets >= 0
+
+    @cached_property
+    def packed_seq_params(self) -> PackedSeqParams:
+        """The borders in Megatron's form; one object for all layers, which may keep what they derive from it."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+        )
 
 
 def pack(
@@ -89,11 +112,19 @@ def pack(
         targets=tensor(np.where(trainable, batch.tokens[source + 1], -1), -1),
         cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(segments)).astype(np.int32)).to(device),
         max_seqlen=int(segments.max()),
-        temperature=tensor(np.repeat(batch.temperature[chosen], rows_per_sequence), 1),
+        temperature=_uniform(batch.temperature[chosen])
+        or tensor(np.repeat(batch.temperature[chosen], rows_per_sequence), 1),
         destination=np.pad(source + 1, (0, padding), constant_values=-1),
         sample_ids=tuple(batch.sample_ids[i] for i in chosen),
         **arrays,
     )
+
+
+def _uniform(temperature: np.ndarray) -> float | None:
+    """The one value of `temperature`, 1 without any; None when they differ."""
+    if temperature.size == 0:
+        return 1.0
+    return float(temperature[0]) if (temperature == temperature[0]).all() else None
 
 
 def unpack(outputs: Iterable[tuple[MicroBatch, Tensor]], num_tokens: int) -> np.ndarray:

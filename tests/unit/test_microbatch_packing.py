@@ -35,6 +35,7 @@ def test_rows_read_a_token_and_carry_what_belongs_to_the_next(lengths, multiple,
     order = np.random.default_rng(seed).permutation(len(lengths))
     packed = pack(batch, order, multiple)
     assert packed.num_rows % multiple == 0
+    temperature = torch.as_tensor(packed.temperature).expand(packed.num_rows)
     row = 0
     for i in order:
         start = batch.offsets[i]
@@ -42,12 +43,18 @@ def test_rows_read_a_token_and_carry_what_belongs_to_the_next(lengths, multiple,
             assert packed.tokens[0, row] == batch.tokens[t - 1]
             assert packed.position_ids[0, row] == t - 1 - start
             assert packed.targets[row] == (batch.tokens[t] if batch.mask[t] else -1)
-            assert packed.temperature[row] == batch.temperature[i]
+            assert temperature[row] == batch.temperature[i]
             for name in TOKEN_FIELDS:
                 assert getattr(packed, name)[row] == (getattr(batch, name)[t] if batch.mask[t] else 0)
             row += 1
     assert (packed.targets[row:] == -1).all()
     assert packed.num_rows - row < multiple + (row == 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_temperature_shared_by_all_sequences_is_one_number(temperature):
+    batch = dataclasses.replace(make_batch([3, 4]), temperature=np.full(2, temperature, dtype=np.float32))
+    assert pack(batch, [0, 1]).temperature == pytest.approx(temperature, abs=1e-7)
 
 
 @given(LENGTHS, st.integers(1, 8))

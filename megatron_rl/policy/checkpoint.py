@@ -1,0 +1,223 @@
+"""Checkpoint directories: written aside, completed, found, verified, pruned; what is in the tensors is not known here.
+
+    RUN/checkpoints/
+      step-000020/            complete by construction: it got this name last
+        manifest.json         step, metric, layout, hash of the configuration, and every other file with its size
+        policy/  reference/   Megatron distributed checkpoints (see `sharded_state.py`)
+        extra/                what the training loop gave along: NAME.json or NAME.bin
+      .tmp-step-000030/       being written, or left by a crash
+
+What a crash leaves behind:
+
+    while files are written       .tmp-step-N; it is never read, and removed when the next checkpoint begins
+    before the rename             the same, although it was whole
+    after the rename              step-N; the directory entry itself is synced before `complete` returns
+    while an old one is removed   .tmp-old-step-N (removal begins with a rename), removed when the next one begins
+    while step-N is replaced      possibly no step-N (two renames), and all other checkpoints
+
+So `latest` never sees half of a checkpoint. A file that was cut or lost afterwards is found by its size: `verify` names
+it, and nothing falls back silently to an older state. Only rank 0 calls the functions that write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+EXTRA = "extra"
+_TEMPORARY = ".tmp-"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file and what to do."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says.
+
+    Attributes:
+        step: RL steps that were trained.
+        metric: value of `checkpoint.metric` (larger is better), None when it was not measured.
+        layout: sizes of the parallel layout that wrote it, and whether the optimizer was distributed.
+        config_hash: of the whole configuration.
+        files: size in bytes of every other file, by its path within the checkpoint.
+    """
+
+    step: int
+    metric: float | None
+    layout: dict[str, Any]
+    config_hash: str
+    files: dict[str, int]
+
+
+def begin(run_dir: Path, step: int) -> Path:
+    """Make the empty directory in which the checkpoint of `step` is to be written, and clear what crashes left."""
+    root = Path(run_dir) / "checkpoints"
+    root.mkdir(parents=True, exist_ok=True)
+    for stale in root.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(stale)
+    folder = temporary(run_dir, step)
+    folder.mkdir()
+    return folder
+
+
+def temporary(run_dir: Path, step: int) -> Path:
+    """Where `begin` puts the checkpoint of `step`; known to all ranks without asking."""
+    return Path(run_dir) / "checkpoints" / f"{_TEMPORARY}{_name(step)}"
+
+
+def complete(
+    run_dir: Path,
+    step: int,
+    extra: Mapping[str, Any],
+    *,
+    metric: float | None,
+    layout: Mapping[str, Any],
+    config_hash: str,
+) -> Path:
+    """Add `extra` (bytes, or anything that JSON can hold) and the manifest, sync all to disk, and give the final name.
+
+    Returns:
+        The checkpoint's directory.
+    """
+    folder = temporary(run_dir, step)
+    (folder / EXTRA).mkdir()
+    for name, value in extra.items():
+        if isinstance(value, bytes):
+            (folder / EXTRA / f"{name}.bin").write_bytes(value)
+        else:
+            (folder / EXTRA / f"{name}.json").write_text(json.dumps(value))
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+    manifest = Manifest(step, metric, dict(layout), config_hash, files)
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+    for path in [*_files(folder), *(p for p in folder.rglob("*") if p.is_dir()), folder]:
+        _sync(path)
+    final = folder.with_name(_name(step))
+    if final.exists():
+        os.replace(final, final.with_name(f"{_TEMPORARY}old-{final.name}"))
+    os.replace(folder, final)
+    _sync(final.parent)
+    return final
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The checkpoint of the highest step, None when there is none."""
+    found = _all(run_dir)
+    return found[-1] if found else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """RL steps that were trained when `checkpoint` was written.
+
+    Raises:
+        CheckpointError: that is not the name of a checkpoint.
+    """
+    match = _NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise CheckpointError(f"{checkpoint}: not a checkpoint; their directories are named step-NNNNNN")
+    return int(match[1])
+
+
+def verify(checkpoint: Path) -> Manifest:
+    """The manifest, after a look at every file's size.
+
+    Raises:
+        CheckpointError: the manifest is missing or unreadable, or a file is missing or has another size.
+    """
+    manifest = _read_manifest(checkpoint)
+    for name, size in manifest.files.items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise CheckpointError(f"{path} {state}: {_advice(checkpoint)}")
+    return manifest
+
+
+def read_extra(checkpoint: Path) -> dict[str, Any]:
+    """What `complete` was given as `extra`, by name."""
+    extra: dict[str, Any] = {}
+    for path in sorted((checkpoint / EXTRA).iterdir()):
+        extra[path.stem] = path.read_bytes() if path.suffix == ".bin" else json.loads(path.read_text())
+    return extra
+
+
+def prune(run_dir: Path, keep_last: int, keep_best: bool) -> None:
+    """Remove all checkpoints but the `keep_last` newest and, with `keep_best`, the one with the largest metric."""
+    found = _all(run_dir)
+    kept = set(found[-keep_last:])
+    if keep_best:
+        scored = [(metric, path) for path in found if (metric := _metric(path)) is not None]
+        kept |= {max(scored)[1]} if scored else set()
+    for path in found:
+        if path not in kept:
+            _remove(path)
+
+
+def discard_after(run_dir: Path, step: int) -> None:
+    """Remove checkpoints of later steps: after resuming from `step` they belong to a run that no longer exists."""
+    for path in _all(run_dir):
+        if step_of(path) > step:
+            _remove(path)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _all(run_dir: Path) -> list[Path]:
+    """All checkpoints, by step."""
+    root = Path(run_dir) / "checkpoints"
+    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(found, key=step_of)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _read_manifest(checkpoint: Path) -> Manifest:
+    path = checkpoint / MANIFEST
+    try:
+        return Manifest(**json.loads(path.read_text()))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_advice(checkpoint)}") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a manifest ({error}): {_advice(checkpoint)}") from error
+
+
+def _advice(checkpoint: Path) -> str:
+    older = [path.name for path in _all(checkpoint.parent.parent) if step_of(path) < step_of(checkpoint)]
+    if older:
+        return f"the checkpoint is damaged; restore the file, or delete {checkpoint} to go on from {older[-1]}"
+    return f"the checkpoint is damaged; restore the file, or delete {checkpoint} to start again"
+
+
+def _metric(checkpoint: Path) -> float | None:
+    try:
+        return _read_manifest(checkpoint).metric
+    except CheckpointError:
+        return None
+
+
+def _remove(checkpoint: Path) -> None:
+    doomed = checkpoint.with_name(f"{_TEMPORARY}old-{checkpoint.name}")
+    os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""What one rank has and others need: bytes for a model replica, the outcome of rank 0; no HTTP and no files here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.distributed import device, is_data_parallel_leader, model_parallel_group
+
+
+def broadcast_to_model_parallel(data: bytes | None) -> bytes:
+    """Give `data` of the data-parallel leader to all its model-parallel peers. Collective over the replica.
+
+    Args:
+        data: the bytes on the leader (`distributed.is_data_parallel_leader`); ignored on the others.
+
+    Raises:
+        ValueError: on a leader that has no data. (Its peers then fail with it, when its process ends.)
+    """
+    group = model_parallel_group()
+    leader = is_data_parallel_leader()
+    if leader and data is None:
+        raise ValueError("broadcast_to_model_parallel: the data-parallel leader must pass the bytes")
+    if dist.get_world_size(group) == 1:
+        return data or b""
+    source = dist.get_process_group_ranks(group)[0]
+    size = torch.tensor([len(data or b"")], dtype=torch.int64, device=device())
+    dist.broadcast(size, src=source, group=group)
+    if leader and data:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device())
+    else:
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=device())
+    if buffer.numel():
+        dist.broadcast(buffer, src=source, group=group)
+    return buffer.cpu().numpy().tobytes()
+
+
+def broadcast_batch(batch: SequenceBatch | None) -> SequenceBatch:
+    """`broadcast_to_model_parallel` for a batch: the leader passes it, its peers pass None, all return it."""
+    if not is_data_parallel_leader():
+        return SequenceBatch.from_bytes(broadcast_to_model_parallel(None))
+    broadcast_to_model_parallel(None if batch is None else batch.to_bytes())
+    assert batch is not None
+    return batch
+
+
+def on_rank_zero(call: Callable[[], object], error: type[Exception]) -> None:
+    """Run `call` on rank 0 while the others wait. Collective.
+
+    Raises:
+        error: on every rank, with rank 0's message, when the call fails there: none goes on or waits alone.
+    """
+    failure: list[str | None] = [None]
+    cause: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            call()
+        except Exception as caught:
+            cause = caught
+            failure = [str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}"]
+    dist.broadcast_object_list(failure, src=0, device=device())
+    if failure[0] is not None:
+        raise error(failure[0]) from cause

@@ -1,0 +1,96 @@
+"""What all ranks found in their micro-batches, as one answer on every rank; no metric is divided here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algorithms.normalisation import BatchCounts
+from megatron_rl.algorithms.token_statistics import MAXIMA, METRIC_NAMES, merge_statistics
+from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.distributed import device
+from megatron_rl.policy.packing import MicroBatch
+
+ADDED = ("loss", *sorted(METRIC_NAMES))
+LARGEST = tuple(sorted(MAXIMA))
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Equal on all ranks.
+
+    Attributes:
+        sums: statistics by name (`algorithms.token_statistics`, and `loss`), merged over everything.
+        counts: trainable tokens and sequences of the whole batch.
+        non_finite_tokens: trainable tokens with a value that is not finite.
+        grad_norm: the norm that was passed in.
+        finite: loss, inputs and gradient are finite on every rank.
+    """
+
+    sums: dict[str, float]
+    counts: BatchCounts
+    non_finite_tokens: int
+    grad_norm: float
+    finite: bool
+
+
+def reduce_reports(batch: SequenceBatch, reports: list[dict[str, Any]], grad_norm: float) -> Totals:
+    """Merge the reports of `LossHead` over micro-batches and data-parallel ranks, for all ranks. Collective.
+
+    One float64 vector is SUMMED over all ranks. Of each model replica only one rank (last pipeline stage, tensor rank
+    0) fills it in; every other one adds zeros, except for its verdict on the gradient. Largest values travel as one
+    slot per data-parallel rank, since a sum cannot take a maximum; they are never negative.
+    """
+    from megatron.core import parallel_state
+
+    replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    head = torch.zeros(4, dtype=torch.float64)
+    values, present = (torch.zeros(len(ADDED), dtype=torch.float64) for _ in range(2))
+    largest, largest_present = (torch.zeros(len(LARGEST), replicas, dtype=torch.float64) for _ in range(2))
+    head[0] = float(not math.isfinite(grad_norm))
+    if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
+        sums = {name: float(value) for name, value in merge_statistics(report["sums"] for report in reports).items()}
+        head[1] = sum(int(report["non_finite"].sum()) for report in reports)
+        head[2], head[3] = float(batch.mask.sum()), float((batch.trainable_counts > 0).sum())
+        for index, name in enumerate(ADDED):
+            values[index], present[index] = sums.get(name, 0.0), name in sums
+        for index, name in enumerate(LARGEST):
+            largest[index, replica], largest_present[index, replica] = sums.get(name, 0.0), name in sums
+    parts = [head, values, present, largest.flatten(), largest_present.flatten()]
+    vector = torch.cat(parts).to(device())
+    dist.all_reduce(vector)
+    head, values, present, flat_largest, flat_present = vector.cpu().split([part.numel() for part in parts])
+    totals = {name: float(values[i]) for i, name in enumerate(ADDED) if present[i]}
+    for index, name in enumerate(LARGEST):
+        if flat_present.view_as(largest)[index].any():
+            totals[name] = float(flat_largest.view_as(largest)[index].max())
+    return Totals(
+        sums=totals,
+        counts=BatchCounts(tokens=int(head[2]), sequences=int(head[3])),
+        non_finite_tokens=int(head[1]),
+        grad_norm=grad_norm,
+        finite=bool(head[0] == 0 and head[1] == 0 and math.isfinite(totals["loss"])),
+    )
+
+
+def gather_non_finite_samples(microbatches: list[MicroBatch], reports: list[dict[str, Any]]) -> list[str]:
+    """Ids of the samples with a marked row, of all ranks, sorted. Collective; for the rare update that is skipped."""
+    names: list[str] = []
+    for microbatch, report in zip(microbatches, reports, strict=False):  # only the last stage has reports
+        rows = report["non_finite"].nonzero().flatten().cpu()
+        sequences = torch.bucketize(rows, microbatch.cu_seqlens.cpu(), right=True) - 1
+        names += [microbatch.sample_ids[i] for i in sequences.unique().tolist()]
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, names)
+    return sorted({name for part in gathered for name in part})
+
+
+def all_ranks_agree(condition: bool) -> bool:
+    """True when `condition` holds on every rank. Collective."""
+    agreed = torch.tensor([int(condition)], device=device())
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return bool(agreed.item())

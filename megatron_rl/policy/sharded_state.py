@@ -1,0 +1,185 @@
+"""Model, optimizer, RNG and reference weights as Megatron distributed checkpoints; where they lie is `checkpoint.py`'s.
+
+In the directory that is given:
+
+    policy/      model weights, optimizer state, random states
+    reference/   the reference policy's weights, only when there is one
+
+Tensors are stored by their global name and shape, each shard once, so they can be read at another tensor, pipeline or
+data-parallel size. Random states belong to a rank, so they return only at the layout that wrote them. A checkpoint of
+the distributed optimizer cannot be read without it, or the other way round.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_torch_checkpoint
+
+from megatron_rl.policy.optimizer import Optimizer, checkpoint_metadata
+from megatron_rl.policy.reference import ReferenceWeights
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+POLICY, REFERENCE = "policy", "reference"
+
+
+def save_training_state(
+    directory: Path, chunks: Sequence[GPTModel], optimizer: Optimizer, reference: ReferenceWeights | None
+) -> None:
+    """Write into the existing `directory`. Collective; every file has reached the disk when it returns."""
+    model = _model_state(chunks)
+    state = {**model, "optimizer": optimizer.sharded_state(model, is_loading=False), "rng": _rng_object(_rng_states())}
+    _save(state, directory / POLICY)
+    if reference is not None:
+        with reference.swapped_in():
+            _save(_model_state(chunks), directory / REFERENCE)
+
+
+def load_training_state(
+    directory: Path, chunks: Sequence[GPTModel], optimizer: Optimizer, reference: ReferenceWeights | None
+) -> bool:
+    """Read what `save_training_state` wrote into the objects given. Collective.
+
+    Returns:
+        Whether `reference` was read: it is given and the checkpoint has one.
+    """
+    model = _model_state(chunks)
+    state = {**model, "optimizer": optimizer.sharded_state(model, is_loading=True)}
+    same_layout = _stored_layout(directory / POLICY) == _layout()
+    if same_layout:
+        state["rng"] = _rng_object(None)
+    loaded = _load(state, directory / POLICY)
+    _load_model(chunks, loaded)
+    optimizer.load_sharded_state(loaded["optimizer"])
+    if same_layout:
+        _restore_rng(loaded["rng"])
+    if reference is None or not (directory / REFERENCE).is_dir():
+        return False
+    with reference.swapped_in():
+        _load_model(chunks, _load(_model_state(chunks), directory / REFERENCE))
+    return True
+
+
+# --------------------------------------------------------------------------------------------------- Megatron's formats
+
+
+def _model_state(chunks: Sequence[GPTModel]) -> dict[str, Any]:
+    """Sharded weights, under Megatron's own keys: `model`, or `model0`, `model1` ... with virtual pipeline stages."""
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    metadata = checkpoint_metadata()
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+
+
+def _load_model(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
+    if len(chunks) == 1:
+        chunks[0].load_state_dict(loaded["model"])
+        return
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+
+
+def _save(state: dict[str, Any], directory: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        directory.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(state | {"layout": _layout()}, str(directory), _synchronous_strategy())
+
+
+def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+    return loaded
+
+
+def _synchronous_strategy() -> Any:
+    """Megatron's torch_dist format, written by this process.
+
+    Megatron's own writer forks one process per file and first spawns a manager process that imports the main module
+    again. Both are there for saving in the background, which is not used here; torch's writer makes the same files
+    with threads, and each rank syncs its own.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    class SynchronousSave(torch_dist.TorchDistSaveShardedStrategy):
+        def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+            by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, self.keep_only_main_replica
+            )
+            planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+            writer = FileSystemWriter(checkpoint_dir, thread_count=self.thread_count, sync_files=True)
+            save_torch_checkpoint(
+                torch_dist.mcore_to_pyt_state_dict(by_key, False), storage_writer=writer, planner=planner
+            )
+
+    return SynchronousSave("torch_dist", 1)
+
+
+def _layout() -> list[int]:
+    """[tensor, pipeline, data] parallel sizes."""
+    from megatron.core import parallel_state
+
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    ]
+
+
+def _stored_layout(directory: Path) -> list[int]:
+    from megatron.core import dist_checkpointing
+
+    return list(dist_checkpointing.load_common_state_dict(str(directory))["layout"])
+
+
+# ------------------------------------------------------------------------------------------------------------------ RNG
+
+
+def _rng_states() -> dict[str, Any]:
+    """Numbers, strings and tensors only, which torch reads back without trusting the file."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    kind, key, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_rng(states: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    random.setstate(states["python"])
+    kind, key, *rest = states["numpy"]
+    np.random.set_state((kind, key.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["device"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["device"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _rng_object(states: dict[str, Any] | None) -> Any:
+    """One object per rank, at its place in the layout."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    return ShardedObject("rng", states, tuple(_layout()), place, replica_id=0)

@@ -1,0 +1,118 @@
+"""Configurations, batches and gathered gradients for the tests of `megatron_rl.policy`; holds no tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_rl.config import Config
+from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.microbatch import Plan, plan_microbatches
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron_rl.policy.policy import Policy
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+DP2 = {"data_parallel_size": 2}
+
+
+def make_config(
+    path: Path | str, parallel: dict[str, Any] | None = None, dtype: str = "float32", **sections: dict[str, Any]
+) -> Config:
+    """A configuration for the policy alone; sections that it does not read are filled with what validates."""
+    base: dict[str, Any] = {
+        "run_dir": "unused",
+        "model": {"path": str(path), "dtype": dtype},
+        "parallel": parallel or {},
+        "data": {"prompts": "unused.jsonl"},
+        "reward": {"components": [{"name": "exact"}]},
+        "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Config(**base)
+
+
+def make_batch(vocab_size: int, seed: int = 0, count: int = 7) -> SequenceBatch:
+    """Uneven sequences, prompts masked, one sample masked as a whole, advantages that do not cancel."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, 24, size=count)
+    # Not id 0: transformers keeps the padding token's embedding, and its gradient, at zero.
+    sequences = [rng.integers(1, vocab_size, size=n) for n in lengths]
+    masks = [np.arange(n) >= rng.integers(1, n - 2) for n in lengths]
+    masks[2][:] = False
+    mask = np.concatenate(masks)
+    advantages = np.repeat(rng.normal(0.7, 1.0, size=count), lengths).astype(np.float32)
+    return SequenceBatch.from_sequences(
+        sequences,
+        masks,
+        [f"s{i}" for i in range(count)],
+        temperature=np.where(np.arange(count) % 2, 0.7, 1.0),
+        advantages=advantages,
+        weights=np.where(mask, 1.0 / mask.sum(), 0.0).astype(np.float32),
+    )
+
+
+def local_part(batch: SequenceBatch, cfg: Config, dp_rank: int, max_tokens: int = 64) -> tuple[SequenceBatch, Plan]:
+    """The plan of a whole batch and the sequences of one data-parallel rank."""
+    plan = plan_microbatches(batch.lengths, cfg.parallel.data_parallel_size, max_tokens)
+    return batch.select(plan.sequences(dp_rank)), plan
+
+
+@contextmanager
+def layout(cfg: Config, alone: bool = False) -> Iterator[int]:
+    """Megatron's groups for `cfg.parallel` within a rank of `run_ranks`; yields the data-parallel rank.
+
+    The process group of all ranks is made once and stays, so that several layouts follow each other in one launch; end
+    with `distributed.shutdown()`. With `alone` (before any other layout) this rank is a world of its own.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_rl.policy import distributed
+
+    saved = dict(os.environ)
+    if alone:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="0")
+    try:
+        distributed.initialize(cfg.parallel, seed=1, timeout_s=60)
+        yield parallel_state.get_data_parallel_rank()
+        if alone:
+            distributed.shutdown()
+        else:
+            parallel_state.destroy_model_parallel()
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def gradients(policy: Policy) -> dict[str, Any]:
+    """Gradient of this pipeline stage's parameters by Hugging Face name, whole tensors; call it after an update.
+
+    Gradients travel through the export of weights, which only moves and joins numbers.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    for chunk in policy._wrapped:
+        if chunk.ddp_config.use_distributed_optimizer:  # each rank has the sum of its own share only
+            group = parallel_state.get_data_parallel_group()
+            for bucket in (bucket for part in chunk.bucket_groups for bucket in part.buckets):
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+    parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    held = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)
+        result = {name: tensor.clone().numpy() for name, tensor in policy.export()}
+        for parameter, values in zip(parameters, held, strict=True):
+            parameter.copy_(values)
+    return result
