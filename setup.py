@@ -38,8 +38,15 @@ BASE = [
 ]
 
 EXTRAS = {
-    # The embedded generation server (transformers behind SGLang's HTTP contract); gguf reads the pretrained example's weights.
-    "cpu": ["fastapi>=0.165.0", "gguf>=0.19.0", "starlette>=1.10.0", "uvicorn>=0.54.0"],
+    "cpu": [
+        # the embedded generation server: transformers behind SGLang's HTTP contract
+        "fastapi>=0.165.0",
+        "starlette>=1.10.0",
+        "uvicorn>=0.54.0",
+        # the pretrained example, whose weights come as a GGUF file (tools/fetch_smollm2.py)
+        "accelerate>=1.15.0",
+        "gguf>=0.19.0",
+    ],
     # Transformer Engine and NVIDIA's Apex come with the NGC image. The `apex` on PyPI is another project: never list it.
     "gpu": ["triton>=3.4"],
     "mpi": ["mpi4py>=4.1"],
