@@ -175,6 +175,11 @@ ENTRIES: tuple[Entry, ...] = (
         _literals_of("optimizer.clip_grads"),
     ),
     Entry(
+        "literals_utils",
+        'utils.py local_multi_tensor_l2_norm (gradient norm without Transformer Engine and Apex): device="cuda"',
+        _literals_of("utils"),
+    ),
+    Entry(
         "tensor_type",
         "optimizer/distrib_optimizer.py, optimizer.py, clip_grads.py: param.type() == 'torch.cuda.FloatTensor'",
         _tensor_type,
