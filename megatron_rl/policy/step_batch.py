@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_rl.algorithms.advantages import compute_advantages
 from megatron_rl.algorithms.normalisation import token_weights
+from megatron_rl.algorithms.spec import AdvantageSpec
 from megatron_rl.config.schema import Config
 
 from .batch import SequenceBatch
@@ -61,14 +62,10 @@ def plan_step(table: Mapping[str, np.ndarray], cfg: Config, step: int) -> list[U
     tokens = np.where(table["valid"], table["trainable_tokens"], 0)
     if cfg.rollout.dynamic_sampling == "mask":
         tokens = np.where(table["informative"], tokens, 0)
-    advantages = _advantages(table, tokens, cfg)
-    return [_update(rows, table, tokens, advantages, cfg) for rows in _deal_groups(table["group_index"], cfg, step)]
-
-
-def _advantages(table: Mapping[str, np.ndarray], tokens: np.ndarray, cfg: Config) -> np.ndarray:
-    return compute_advantages(
-        table["reward"], table["group_index"], lengths=tokens, valid=table["valid"], spec=cfg.algorithm
+    advantages = compute_advantages(
+        table["reward"], table["group_index"], tokens, table["valid"], AdvantageSpec.from_config(cfg.algorithm)
     )
+    return [_update(rows, table, tokens, advantages, cfg) for rows in _deal_groups(table["group_index"], cfg, step)]
 
 
 def _deal_groups(group_index: np.ndarray, cfg: Config, step: int) -> list[np.ndarray]:

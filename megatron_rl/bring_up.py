@@ -1,0 +1,68 @@
+"""From a resolved configuration to this rank's `Session`: process group, model, clients, writers; and their end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.cluster.rank_zero import RankZero
+from megatron_rl.config import Config, load_config
+from megatron_rl.monitor.logs import setup_logging
+from megatron_rl.monitor.recorder import Recorder
+from megatron_rl.policy import checkpoint, distributed
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.control import EngineControl
+from megatron_rl.rollout.endpoint import engine_urls
+from megatron_rl.rollout.pull import ControllerClient
+from megatron_rl.session import Session
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_session(config: Path, resume: bool) -> Iterator[Session]:
+    """Join the other ranks, build the policy, find controller and engines; leave everything in order afterwards."""
+    cfg = load_config(config)
+    distributed.initialize(cfg.parallel, cfg.seed, cfg.cluster.collective_timeout_s)
+    rank = dist.get_rank()
+    setup_logging("trainer", rank, None, cfg.logging.level)  # stderr is the rank's log file already
+    newest = checkpoint.latest(Path(cfg.run_dir)) if resume else None
+    recorder = _recorder(cfg, newest, resume) if rank == 0 else None
+    try:
+        yield _session(cfg, rank, recorder, newest)
+    finally:
+        if recorder:
+            recorder.close()
+        distributed.shutdown()
+
+
+def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Path | None) -> Session:
+    zero = RankZero(dist.distributed_c10d._get_default_store(), rank)
+    policy = Policy.build(cfg)
+    controller = ControllerClient(cfg.run_dir, timeout_s=cfg.cluster.start_timeout_s)
+    urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
+    engines = EngineControl(urls, timeout_s=cfg.engine.update_timeout_s)
+    return Session(cfg, policy, controller, engines, zero, recorder, resume_from)
+
+
+def _engine_urls(cfg: Config) -> list[str]:
+    if cfg.engine.urls:
+        return list(cfg.engine.urls)
+    return engine_urls(cfg.run_dir, cfg.engine.replicas, cfg.engine.ready_timeout_s)
+
+
+def _recorder(cfg: Config, newest: Path | None, resume: bool) -> Recorder:
+    return Recorder(
+        Path(cfg.run_dir),
+        cfg.name,
+        console=cfg.logging.console,
+        updates_per_batch=cfg.algorithm.updates_per_batch,
+        resume_step=checkpoint.step_of(newest) if newest else (0 if resume else None),
+        tensorboard=cfg.logging.tensorboard,
+        wandb_project=cfg.logging.wandb_project if cfg.logging.wandb else None,
+        config=cfg.model_dump(mode="json"),
+    )

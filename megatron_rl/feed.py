@@ -1,0 +1,111 @@
+"""How trainer ranks get rollouts: rank 0 agrees on readiness, each data-parallel leader pulls its own share over HTTP and
+passes it to its model-parallel peers. Supervised batches are made here too; what is computed from them is in `policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.cluster.rank_zero import RankZero
+from megatron_rl.config import Config
+from megatron_rl.data import PromptCursor, PromptDataset, PromptTokenizer
+from megatron_rl.algorithms.normalisation import token_weights
+from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.exchange import broadcast_to_model_parallel
+from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_leader
+from megatron_rl.policy.microbatch import Plan, plan_microbatches
+from megatron_rl.policy.step_batch import Update, plan_step
+from megatron_rl.rollout.pull import ControllerClient
+from megatron_rl.rollout.wire import RolloutShard, RolloutTable
+
+
+@dataclass(frozen=True)
+class LocalUpdate:
+    """One optimizer update as this rank sees it: its own sequences, and the plan of all ranks."""
+
+    batch: SequenceBatch
+    plan: Plan
+
+    def with_arrays(self, **arrays: np.ndarray | None) -> LocalUpdate:
+        """The same update with per-token arrays filled in, e.g. `old_log_probs`."""
+        return replace(self, batch=self.batch.with_arrays(**arrays))
+
+
+class RolloutFeed:
+    """The trainer's side of the controller."""
+
+    def __init__(self, cfg: Config, client: ControllerClient, zero: RankZero) -> None:
+        self._cfg, self._client, self._zero = cfg, client, zero
+        self._dp_rank, self._leader = data_parallel_rank(), is_data_parallel_leader()
+
+    def start(self, step: int) -> None:
+        """The engines hold the weights of `step`: its rollouts may be generated."""
+        self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), 60)
+
+    def wait(self, step: int) -> None:
+        """Until the controller has a whole batch for `step`. Raises on every rank what the controller reports."""
+        timeout = self._cfg.rollout.step_timeout_s
+        self._zero.run(f"rollouts of step {step}", lambda: self._client.wait_ready(step, timeout), timeout + 30)
+
+    def pull(self, step: int) -> tuple[RolloutTable, list[LocalUpdate]]:
+        """The step's table, and this rank's share of each update."""
+        table = RolloutTable.from_bytes(self._share(lambda: self._client.table_bytes(step)))
+        updates = plan_step(vars(table), self._cfg, step)
+        return table, [self._pull_update(step, update) for update in updates]
+
+    def done(self, step: int) -> None:
+        """The step was trained: its prompts count as trained, its samples are dumped."""
+        self._zero.run(f"end of step {step}", lambda: self._client.done(step), 120)
+
+    def _pull_update(self, step: int, update: Update) -> LocalUpdate:
+        rows = update.samples[update.local(self._dp_rank)].tolist()
+        shard = self._share(lambda: self._client.samples_bytes(step, rows))
+        return LocalUpdate(update.fill(_sequence_batch(shard), self._dp_rank), update.plan)
+
+    def _share(self, fetch: Callable[[], bytes]) -> bytes:
+        """What the leader fetches, on all ranks of its model replica."""
+        return broadcast_to_model_parallel(fetch() if self._leader else None)
+
+
+def _sequence_batch(blob: bytes) -> SequenceBatch:
+    shard = RolloutShard.from_bytes(blob)
+    return SequenceBatch(
+        tokens=shard.tokens,
+        offsets=shard.offsets,
+        mask=shard.mask,
+        temperature=shard.temperature,
+        sample_ids=tuple(shard.sample_ids),
+        behaviour_log_probs=shard.behaviour_log_probs,
+    )
+
+
+def sft_batches(cfg: Config) -> Iterator[tuple[SequenceBatch, Plan]]:
+    """Supervised batches of `sft.batch_size` sequences: this rank's share and the plan of all ranks.
+
+    Every rank draws the same records and keeps its own; the loss weight of a target token is 1 / all target tokens.
+    """
+    assert cfg.sft.data is not None
+    dataset = PromptDataset.load(cfg.sft.data, require=("target",))
+    tokenizer = PromptTokenizer(cfg.model.path, cfg.data.system_prompt, chat_template=cfg.data.chat_template)
+    cursor = PromptCursor(len(dataset), cfg.seed, fingerprint=dataset.fingerprint)
+    for _ in range(cfg.sft.max_steps):
+        first = cursor.drawn
+        pairs = [tokenizer.encode_sft(dataset[i]) for i in cursor.next(cfg.sft.batch_size)]
+        plan = plan_microbatches(
+            [len(p) + len(t) for p, t in pairs],
+            cfg.parallel.data_parallel_size,
+            cfg.algorithm.max_tokens_per_microbatch,
+            cfg.parallel.pipeline_model_parallel_size if cfg.parallel.virtual_pipeline_model_parallel_size else 1,
+        )
+        weights = token_weights("token_mean", [len(target) for _, target in pairs])
+        mine = plan.sequences(data_parallel_rank())
+        batch = SequenceBatch.from_sequences(
+            [pairs[i][0] + pairs[i][1] for i in mine],
+            [[0] * len(pairs[i][0]) + [1] * len(pairs[i][1]) for i in mine],
+            [f"sft-{first + i}" for i in mine],
+        )
+        per_token = np.repeat(weights[list(mine)].astype(np.float32), batch.lengths)
+        yield batch.with_arrays(weights=np.where(batch.mask, per_token, np.float32(0))), plan

@@ -1,0 +1,251 @@
+"""What one trainer rank holds during a run, and the verbs of the loop in `train.py`: publish, evaluate, save, record.
+
+Only rank 0 talks to controller and engines, writes metrics and shows progress; `RankZero` shares what it learns.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.algorithms.schedules import learning_rate
+from megatron_rl.cluster.rank_zero import RankZero
+from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.config import Config, read_hf_config
+from megatron_rl.feed import LocalUpdate, RolloutFeed, sft_batches
+from megatron_rl.monitor.metrics import PhaseTimer, StepMetrics
+from megatron_rl.monitor.recorder import Recorder
+from megatron_rl.monitor.result import RunResult
+from megatron_rl.policy import checkpoint
+from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.microbatch import Plan
+from megatron_rl.policy.policy import Policy, StepResult
+from megatron_rl.rollout.control import EngineControl
+from megatron_rl.rollout.pull import ControllerClient
+from megatron_rl.rollout.wire import RolloutTable
+from megatron_rl.step_metrics import batch_metrics, mean_of_updates, resident_gib
+from megatron_rl.weights.version_dir import prune_versions, version_path, write_version
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progressed:
+    """What a checkpoint remembers of the run besides model, optimizer and controller."""
+
+    step: int = 0
+    train_seconds: float = 0.0
+    before: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+
+
+class Session:
+    """One rank of one run. The attributes are its parts; the methods are verbs that every rank calls in the same order."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        policy: Policy,
+        controller: ControllerClient,
+        engines: EngineControl,
+        zero: RankZero,
+        recorder: Recorder | None,
+        resume_from: Path | None,
+    ) -> None:
+        self.cfg, self.policy = cfg, policy
+        self.run, self.hf, self.state = RunDir(cfg.run_dir), read_hf_config(cfg.model.path), Progressed()
+        self.rollouts = RolloutFeed(cfg, controller, zero)
+        self._controller, self._engines, self._zero, self._recorder = controller, engines, zero, recorder
+        self._resume_from = resume_from
+        self._began = time.monotonic()
+        self._terminated = False
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    # ------------------------------------------------------------------------------------------------ beginning
+
+    def restore(self) -> int | None:
+        """Load the newest checkpoint when the run is resumed; returns its step, or None for a run from the start."""
+        if self._resume_from is None:
+            return None
+        extra = self.policy.load(self._resume_from)
+        self.state = Progressed(**extra["progress"])
+        self._resume_from = resume_from
+        self._began = time.monotonic() - self.state.train_seconds
+        self._on_zero("controller state", lambda: self._controller.put_state(extra["controller"]))
+        log.info("resumed from %s", self._resume_from)
+        return self.state.step
+
+    def sft_batches(self) -> Iterator[tuple[SequenceBatch, Plan]]:
+        """Batches of the warm-up; none when `sft.data` is not set."""
+        if self.cfg.sft.data is None:
+            return
+        self._stage("warm-up", self.cfg.sft.max_steps)
+        yield from sft_batches(self.cfg)
+
+    @contextmanager
+    def sft_step(self, number: int) -> Iterator[StepMetrics]:
+        """Collects the metrics of one warm-up step and writes them."""
+        metrics = StepMetrics()
+        metrics.put("sft/step", number)
+        yield metrics
+        if self._recorder:
+            self._recorder.sft_step(number, metrics.as_dict())
+
+    def sft_target_reached(self, number: int, metrics: StepMetrics) -> bool:
+        """Look at `sft.stop_metric` on held-out prompts with the weights as they are now."""
+        sft = self.cfg.sft
+        if sft.stop_value is None:
+            return False
+        self.publish(0)
+        found = self._evaluation("sft", number, sft.check_prompts, 1)
+        value = found.get(f"eval/{sft.stop_metric}")
+        if value is None:
+            raise KeyError(
+                f"sft.stop_metric={sft.stop_metric!r} is not measured; one of "
+                f"{', '.join(sorted(name.removeprefix('eval/') for name in found))}"
+            )
+        metrics.put(f"sft/{sft.stop_metric}", value)
+        return value >= sft.stop_value
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[tuple[PhaseTimer, StepMetrics]]:
+        """Times and collects one RL step, and writes it as number step + 1."""
+        self._stage("RL", self.cfg.steps, step)
+        metrics = StepMetrics()
+        timer = PhaseTimer(self._recorder.progress.phase if self._recorder else None)
+        yield timer, metrics
+        self.state.step = step + 1
+        if self._recorder:
+            times = timer.metrics()
+            metrics.merge(times)
+            metrics.put("system/tokens_per_second", self._tokens / times["time/step"])
+            metrics.put("system/rss_gib", resident_gib())
+            self._recorder.step(step + 1, metrics.as_dict())
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of all updates of RL step `step`."""
+        o = self.cfg.optimizer
+        return learning_rate(
+            step,
+            lr=o.lr,
+            schedule=o.lr_schedule,
+            min_lr=o.min_lr,
+            warmup_steps=o.lr_warmup_steps,
+            total_steps=self.cfg.steps,
+        )
+
+    def add_log_probs(self, update: LocalUpdate) -> LocalUpdate:
+        """Fill in the log-probs that the loss compares with: old ones, and the reference's when there is a KL term."""
+        mode, batch = self.cfg.algorithm.old_logprobs, update.batch
+        if mode == "rollout":
+            update = update.with_arrays(old_log_probs=batch.behaviour_log_probs)
+        elif mode == "recompute":
+            update = update.with_arrays(old_log_probs=self.policy.log_probs(batch, update.plan).log_probs)
+        if self.cfg.algorithm.kl_coef:
+            update = update.with_arrays(reference_log_probs=self.policy.reference_log_probs(batch, update.plan))
+        return update
+
+    def publish(self, version: int) -> None:
+        """Write the weights as a version directory and have every engine load it."""
+        folder = version_path(self.run.weights, version)
+        write_version(self.policy.chunks, self.hf, self.cfg.model.path, folder)
+        self._on_zero(
+            f"weights {folder.name} to the engines",
+            lambda: self._engines.update_from_disk(folder, version),
+            self.cfg.engine.update_timeout_s + 30,
+        )
+        if self._zero.is_zero:
+            prune_versions(self.run.weights, self.cfg.engine.keep_versions)
+
+    def record(self, metrics: StepMetrics, table: RolloutTable, results: Sequence[StepResult]) -> None:
+        """Metrics of the batch and of its updates."""
+        self._tokens = int((table.prompt_length + table.response_length).sum())
+        metrics.merge(batch_metrics(table))
+        metrics.merge(mean_of_updates([result.metrics for result in results]))
+
+    # ------------------------------------------------------------------------------------------------ now and then
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out evaluation with the published weights; empty without `data.eval_prompts`."""
+        found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
+        self.state.before = self.state.before or found
+        self.state.latest = found
+        if self._recorder and found:
+            self._recorder.values(step, found)
+        return found
+
+    def evaluate_if_due(self, step: int, timer: PhaseTimer, metrics: StepMetrics) -> None:
+        """Every `eval.every` steps and after the last one."""
+        every = self.cfg.eval.every
+        if step == self.cfg.steps or (every and step % every == 0):
+            with timer.phase("eval"):
+                found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
+            self.state.latest = found
+            metrics.merge(found)
+
+    def save_if_due(self, step: int) -> None:
+        """Every `checkpoint.every` steps and after the last one."""
+        every = self.cfg.checkpoint.every
+        if step == self.cfg.steps or (every and step % every == 0):
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """One atomic unit: model, optimizer, RNG, this state and the controller's."""
+        self.state.train_seconds = time.monotonic() - self._began
+        controller = self._on_zero("controller state", self._controller.get_state)
+        extra = {"progress": asdict(self.state), "controller": controller}
+        metric = self.state.latest.get(self.cfg.checkpoint.metric)
+        self.policy.save(self.run.path, step, extra, metric)
+
+    def stop_requested(self) -> bool:
+        """True on every rank once rank 0 was asked to end."""
+        return self._on_zero("whether to stop", lambda: self._terminated)
+
+    def finish(self, step: int) -> None:
+        """Write the result and the report; the run is complete (or was asked to stop and has saved itself)."""
+        if self._recorder:
+            result = RunResult.from_evaluations(
+                self.state.before,
+                self.state.latest,
+                train_seconds=time.monotonic() - self._began,
+                steps=step,
+                seed=self.cfg.seed,
+                run_dir=self.cfg.run_dir,
+            )
+            self._recorder.finish(result)
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    def _evaluation(self, label: str, step: int, prompts: int, samples: int) -> dict[str, float]:
+        if self.cfg.data.eval_prompts is None:
+            return {}
+        timeout = self.cfg.rollout.step_timeout_s
+        return self._on_zero(
+            f"evaluation of step {step}",
+            lambda: self._controller.evaluate(
+                label=label, step=step, prompts=prompts, samples_per_prompt=samples, timeout_s=timeout
+            ),
+            timeout + 30,
+        )
+
+    def _on_zero(self, what: str, call: Any, timeout_s: float = 120.0) -> Any:
+        return self._zero.run(what, call, timeout_s)
+
+    def _stage(self, name: str, total: int, done: int = 0) -> None:
+        if self._recorder and self._shown != name:
+            self._recorder.progress.stage(name, total, done)
+            self._shown = name
+
+    _shown = ""
+    _tokens = 0
+
+    def _on_term(self, *_: object) -> None:
+        self._terminated = True

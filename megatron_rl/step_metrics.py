@@ -1,0 +1,48 @@
+"""Metrics of one step from the table of its samples and the results of its updates; measures nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import psutil
+
+from megatron_rl.rollout.wire import RolloutTable
+
+SUMMED = ("optimizer/skipped",)
+"""Metrics of an update that add up over a step; all others are averaged."""
+
+
+def batch_metrics(table: RolloutTable) -> dict[str, float]:
+    """Sequence metrics: means over the samples of the batch whose reward is known, whatever the loss is divided by."""
+    known = table.valid
+    found = {
+        "reward/mean": _mean(table.reward[known]),
+        "reward/std": float(np.std(table.reward[known])) if known.any() else float("nan"),
+        "reward/correctness": _mean(table.correctness[known]),
+        "reward/errors": float((~known).sum()),
+        "rollout/response_length_mean": _mean(table.response_length),
+        "rollout/response_length_max": float(table.response_length.max(initial=0)),
+        "rollout/truncated_fraction": _mean(table.truncated),
+        **table.metrics,
+    }
+    return found | {f"reward/{name}": _mean(values[known]) for name, values in table.components.items()}
+
+
+def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One value a step: the mean over its updates, or the sum for what is counted."""
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    return {name: _combine(name, [m[name] for m in updates if name in m]) for name in names}
+
+
+def resident_gib() -> float:
+    """Resident memory of this process, GiB."""
+    return float(psutil.Process().memory_info().rss) / 2**30
+
+
+def _combine(name: str, values: list[float]) -> float:
+    return float(np.sum(values)) if name in SUMMED else float(np.mean(values))
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.mean(values)) if values.size else float("nan")

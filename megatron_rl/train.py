@@ -1,0 +1,81 @@
+"""The training loop; read this first. One process per trainer rank runs it, all in step.
+
+    warm_up      supervised steps until held-out answers have the right format          (optional, `sft:`)
+    rl_step      wait for rollouts -> pull this rank's share -> log-probs -> updates -> weights to the engines
+    finish       last checkpoint, result, report
+
+What each line waits for: `wait` for the controller to have `rollout.groups_per_step` groups (polling, never inside a
+collective); `pull` for the data-parallel leader's HTTP answer; `train_step` for the other trainer ranks; `publish` for
+every engine to hold the new weights. The controller goes on with step k + 1 as soon as `start` has named its weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_rl.algorithms.spec import LossSpec
+from megatron_rl.bring_up import open_session
+from megatron_rl.session import Session
+
+
+def train(s: Session) -> None:
+    """Warm up, then take `steps` RL steps, evaluating and saving on the way."""
+    step = s.restore()
+    if step is None:
+        step = 0
+        warm_up(s)
+        s.publish(step)
+        s.evaluate(step)
+    else:
+        s.publish(step)
+    while step < s.cfg.steps and not s.stop_requested():
+        s.rollouts.start(step)
+        rl_step(s, step)
+        step += 1
+    s.finish(step)
+
+
+def warm_up(s: Session) -> None:
+    """Supervised steps on target texts; ends early when the watched metric has reached its value."""
+    sft = s.cfg.sft
+    for i, batch in enumerate(s.sft_batches(), start=1):
+        with s.sft_step(i) as metrics:
+            metrics.merge(s.policy.sft_step(*batch, sft.lr).metrics)
+            reached = (i % sft.check_every == 0) and s.sft_target_reached(i, metrics)
+        if reached:
+            break
+    s.policy.reset_optimizer()
+    s.policy.freeze_reference()
+
+
+def rl_step(s: Session, step: int) -> None:
+    """One batch of rollouts becomes new weights on every engine."""
+    spec = LossSpec.from_config(s.cfg.algorithm)
+    with s.step(step) as (timer, metrics):
+        with timer.phase("generate"):
+            s.rollouts.wait(step)
+        with timer.phase("pull"):
+            table, updates = s.rollouts.pull(step)
+        with timer.phase("log_probs"):
+            updates = [s.add_log_probs(update) for update in updates]
+        with timer.phase("train"):
+            s.policy.set_learning_rate(s.learning_rate(step))
+            results = [s.policy.train_step(update.batch, update.plan, spec) for update in updates]
+        with timer.phase("weights"):
+            s.publish(step + 1)
+        s.rollouts.done(step)
+        s.record(metrics, table, results)
+        s.evaluate_if_due(step + 1, timer, metrics)
+    s.save_if_due(step + 1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m megatron_rl.train CONFIG.yaml [--resume]`, one process per rank (started by `megatron-rl train`)."""
+    words = sys.argv[1:] if argv is None else argv
+    with open_session(Path(words[0]), resume="--resume" in words) as session:
+        train(session)
+
+
+if __name__ == "__main__":
+    main()
