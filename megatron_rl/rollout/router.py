@@ -83,12 +83,12 @@ class Gate:
         finally:
             if turn.done() and not turn.cancelled():
                 self._free += ticket[1]
-            else:
-                self._queue.remove(ticket)
             self._admit()
 
     def _admit(self) -> None:
-        while self._queue and self._queue[0][1] <= self._free:
+        """A ticket whose task was cancelled stays in the queue until it comes to the front."""
+        while self._queue and (self._queue[0][0].cancelled() or self._queue[0][1] <= self._free):
             turn, share = self._queue.popleft()
-            self._free -= share
-            turn.set_result(None)
+            if not turn.cancelled():
+                self._free -= share
+                turn.set_result(None)

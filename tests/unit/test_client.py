@@ -1,0 +1,384 @@
+"""The engine client and the weight update, against answers that a real engine cannot be made to give."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.rollout.client import EngineClient, TransportError
+from megatron_rl.rollout.control import EngineControl
+from megatron_rl.rollout.protocol import EngineError, GenerationAborted, Prompt, ProtocolError, SamplingSettings
+from megatron_rl.rollout.router import Gate, Router
+from megatron_rl.rollout.sample import sample_name
+from megatron_rl.rollout.session import raise_open_file_limit
+from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, resets, says, says_text
+
+SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=4, stop_token_ids=(2,))
+VOCABULARY = 10
+
+
+def group(group_id: int = 0, size: int = 2) -> list[Prompt]:
+    return [Prompt(sample_name(group_id, k), np.array([1, 2, 3]), seed=k) for k in range(size)]
+
+
+def client_of(*engines: FakeEngine, **settings: Any) -> EngineClient:
+    return EngineClient([e.url for e in engines], vocab_size=VOCABULARY, **settings)
+
+
+def generate_from(*answers: Answer, **settings: Any) -> tuple[Any, FakeEngine]:
+    """The outcome (generations or the exception) of one request to an engine that gives `answers`."""
+
+    async def run() -> tuple[Any, FakeEngine]:
+        async with FakeEngine(*answers) as engine, client_of(engine, **settings) as client:
+            outcome = await asyncio.gather(client.generate(group(), SETTINGS), return_exceptions=True)
+            return outcome[0], engine
+
+    return asyncio.run(run())
+
+
+def test_a_group_is_one_request_with_an_id_and_a_seed_per_sample():
+    generations, engine = generate_from()
+    assert engine.paths() == ["/generate"]
+    body = engine.requests[0][1]
+    assert body["rid"] == ["s000000000-000.", "s000000000-001."]
+    assert body["input_ids"] == [[1, 2, 3], [1, 2, 3]]
+    assert [p["sampling_seed"] for p in body["sampling_params"]] == [0, 1]
+    assert body["sampling_params"][0]["max_new_tokens"] == 4
+    assert body["sampling_params"][0]["stop_token_ids"] == [2]
+    assert body["return_logprob"] is True
+    assert generations[0].tokens.tolist() == [5, 2]
+    assert generations[0].log_probs.dtype == np.float32
+    assert generations[1].finish_reason == "stop"
+
+
+def drop(*path: str) -> Callable[[Body], None]:
+    def change(answer: Body) -> None:
+        for name in path[:-1]:
+            answer = answer[name]
+        del answer[path[-1]]
+
+    return change
+
+
+def put(value: Any, *path: str) -> Callable[[Body], None]:
+    def change(answer: Body) -> None:
+        for name in path[:-1]:
+            answer = answer[name]
+        answer[path[-1]] = value
+
+    return change
+
+
+META = "meta_info"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (drop("output_ids"), "field output_ids is missing"),
+        (drop(META), "field meta_info is missing"),
+        (drop(META, "finish_reason"), "field meta_info.finish_reason is missing"),
+        (drop(META, "finish_reason", "type"), "field meta_info.finish_reason.type is missing"),
+        (drop(META, "output_token_logprobs"), "field meta_info.output_token_logprobs is missing"),
+        (put([[-1.0, 5, None]], META, "output_token_logprobs"), "output_token_logprobs has 1 entries for 2 tokens"),
+        (
+            put([[None, 5, None], [-1, 2, None]], META, "output_token_logprobs"),
+            "output_token_logprobs is nan at token 0",
+        ),
+        (put([[-1, 5, None], [-1e999, 2, None]], META, "output_token_logprobs"), "not JSON|is -inf at token 1"),
+        (put([[-1, 5, None], [-1, 7, None]], META, "output_token_logprobs"), "names other token ids"),
+        (put([[-1], [-1]], META, "output_token_logprobs"), r"must be \[log_prob, token_id, text\]"),
+        (put([5, 10], "output_ids"), "holds id 10, outside the vocabulary of 10"),
+        (put([5, -1], "output_ids"), "holds id -1, outside the vocabulary"),
+        (put([5.5, "x"], "output_ids"), "must be token ids"),
+        (put([1] * 5, "output_ids"), "has 5 tokens, but max_new_tokens=4"),
+        (put([{"version": "0", "start": 0, "end": 1}], META, "weight_versions"), "does not cover the 2 tokens"),
+        (put([{"version": "blue", "start": 0, "end": 2}], META, "weight_versions"), "weight_versions is not readable"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_refused_by_engine_and_field(change, complaint):
+    outcome, engine = generate_from(changed(change))
+    assert isinstance(outcome, ProtocolError)
+    assert engine.url in str(outcome)
+    with pytest.raises(ProtocolError, match=complaint):
+        raise outcome
+    assert engine.paths() == ["/generate"]
+
+
+def test_nan_written_as_a_bare_word_is_refused_as_not_json():
+    outcome, _ = generate_from(says_text('[{"output_ids": [1], "meta_info": {"x": NaN}}]'))
+    assert isinstance(outcome, ProtocolError)
+    assert "not JSON" in str(outcome)
+
+
+def test_another_number_of_answers_is_refused():
+    outcome, _ = generate_from(says(200, []))
+    assert isinstance(outcome, ProtocolError)
+    assert "asked for 2 sequences and answered 0" in str(outcome)
+
+
+def test_an_engine_without_version_spans_counts_its_final_version_for_all_tokens():
+    def change(answer: Body) -> None:
+        del answer[META]["weight_versions"]
+        answer[META]["weight_version"] = "7"
+
+    generations, _ = generate_from(changed(change))
+    assert [(s.version, s.start, s.end) for s in generations[1].spans] == [(7, 0, 2)]
+
+
+def test_an_abort_by_the_engine_is_an_error_of_its_own():
+    outcome, _ = generate_from(
+        changed(put({"type": "abort", "message": "Abort in waiting queue"}, META, "finish_reason"))
+    )
+    assert isinstance(outcome, GenerationAborted)
+    assert "s000000000-001." in str(outcome)
+    assert "Abort in waiting queue" in str(outcome)
+
+
+@pytest.mark.parametrize("failure", [says(503), says(502), resets()])
+def test_a_transport_error_is_sent_again_after_an_abort_of_what_may_still_run(failure):
+    generations, engine = generate_from(failure)
+    assert [g.tokens.tolist() for g in generations] == [[5, 2], [5, 2]]
+    assert engine.paths() == ["/generate", "/abort_request", "/generate"]
+    assert engine.requests[1][1] == {"rid": "s000000000-"}
+
+
+def test_retries_end_and_the_last_error_names_the_engine():
+    outcome, engine = generate_from(says(503, {"error": {"message": "warming up"}}), says(503), retries=1)
+    assert isinstance(outcome, TransportError)
+    assert engine.url in str(outcome)
+    assert engine.paths().count("/generate") == 2
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500])
+def test_a_refusal_is_never_sent_again_and_its_message_is_carried(status):
+    outcome, engine = generate_from(says(status, {"error": {"message": "temperature must be a non-negative number"}}))
+    assert type(outcome) is EngineError
+    assert "temperature must be a non-negative number" in str(outcome)
+    assert f"HTTP {status}" in str(outcome)
+    assert engine.paths() == ["/generate"]
+
+
+def test_a_request_that_gets_no_answer_ends_at_its_deadline_and_is_aborted():
+    async def run() -> tuple[Any, FakeEngine]:
+        engine = FakeEngine()
+        engine._answers.append(engine.hang())
+        async with engine, client_of(engine, request_timeout_s=0.2) as client:
+            outcome = await asyncio.gather(client.generate(group(), SETTINGS), return_exceptions=True)
+            return outcome[0], engine
+
+    outcome, engine = asyncio.run(run())
+    assert isinstance(outcome, EngineError)
+    assert "within 0.2 s (rollout.request_timeout_s)" in str(outcome)
+    assert engine.url in str(outcome)
+    assert engine.paths() == ["/generate", "/abort_request"]
+
+
+def test_a_cancelled_request_is_aborted_at_the_engine():
+    async def run() -> FakeEngine:
+        engine = FakeEngine()
+        engine._answers.append(engine.hang())
+        async with engine, client_of(engine) as client:
+            task = asyncio.create_task(client.generate(group(), SETTINGS))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return engine
+
+    assert asyncio.run(run()).paths() == ["/generate", "/abort_request"]
+
+
+def test_a_group_whose_engine_is_gone_moves_to_another_replica():
+    async def run() -> FakeEngine:
+        async with FakeEngine() as gone:
+            pass
+        async with FakeEngine() as engine, client_of(gone, engine) as client:
+            for number in range(4):
+                await client.generate(group(number), SETTINGS)
+            return engine
+
+    assert asyncio.run(run()).paths().count("/generate") == 4
+
+
+def test_load_is_spread_over_replicas_and_bounded():
+    """Eight groups at once on two engines, with room for four: never more than four in flight, two on each."""
+
+    async def run() -> tuple[list[int], int]:
+        running = [0, 0]
+        most = 0
+
+        def slow(which: int) -> Answer:
+            async def answer(body: Body) -> Any:
+                nonlocal most
+                running[which] += len(body["rid"])
+                most = max(most, sum(running))
+                await asyncio.sleep(0.05)
+                running[which] -= len(body["rid"])
+                return await says(200, [])(body)
+
+            return answer
+
+        first = FakeEngine(*[slow(0)] * 8)
+        second = FakeEngine(*[slow(1)] * 8)
+        async with first, second, client_of(first, second, concurrency=4) as client:
+            tasks = [client.generate(group(n, size=1), SETTINGS) for n in range(8)]
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [len(first.requests), len(second.requests)], most
+
+    spread, most = asyncio.run(run())
+    assert spread == [4, 4]
+    assert most == 4
+
+
+def test_a_request_larger_than_the_limit_goes_alone_and_a_cancelled_one_leaves_no_hole():
+    async def run() -> list[str]:
+        gate, seen = Gate(4), []
+
+        async def use(name: str, size: int) -> None:
+            async with gate.hold(size):
+                seen.append(name)
+
+        async with gate.hold(100):
+            waiting = [asyncio.create_task(use(name, size)) for name, size in (("cancelled", 3), ("a", 4), ("b", 1))]
+            await asyncio.sleep(0.01)
+            waiting[0].cancel()  # and the block ends before that task has noticed
+        await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+        async with asyncio.timeout(5), gate.hold(4):
+            seen.append("whole room")
+        return seen
+
+    assert asyncio.run(run()) == ["a", "b", "whole room"]
+
+
+def test_the_router_is_sticky_takes_the_least_loaded_and_avoids_a_failed_replica_for_a_while():
+    now = 0.0
+    router = Router(["a", "b"], cooldown_s=10, clock=lambda: now)
+    with router.route("g1", 5) as one, router.route("g2", 1) as two, router.route("g3", 1) as three:
+        assert (one, two, three) == ("a", "b", "b")
+    with router.route("g2", 9) as again:
+        assert again == "b"
+    router.failed("g1", "a")
+    with router.route("g1", 1) as moved, router.route("g4", 1) as other:
+        assert (moved, other) == ("b", "b")
+    now = 11.0
+    with router.route("g5", 1) as back:
+        assert back == "a"
+
+
+def test_the_limit_of_open_files_is_lifted():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(65536, hard if hard > 0 else math.inf)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# ---- the weight update
+
+
+def update(*engines: FakeEngine, timeout_s: float = 5.0) -> Any:
+    """The exception of an update of `engines` to version 3, or None."""
+
+    async def run() -> Any:
+        async with asyncio.TaskGroup() as _:
+            for engine in engines:
+                await engine.__aenter__()
+            try:
+                control = EngineControl([e.url for e in engines], timeout_s=timeout_s)
+                await asyncio.to_thread(control.update_from_disk, "/weights/v000003", 3)
+            except EngineError as error:
+                return error
+            finally:
+                for engine in engines:
+                    await engine.__aexit__(None, None, None)
+        return None
+
+    return asyncio.run(run())
+
+
+STEPS = [
+    "/pause_generation",
+    "/flush_cache",
+    "/update_weights_from_disk",
+    "/weights_checker",
+    "/continue_generation",
+    "/model_info",
+]
+
+
+def test_an_update_takes_its_steps_in_order_on_every_replica():
+    engines = [FakeEngine(), FakeEngine()]
+    assert update(*engines) is None
+    for engine in engines:
+        assert engine.paths() == STEPS
+        bodies = dict(engine.requests)
+        assert bodies["/pause_generation"] == {"mode": "retract"}
+        assert bodies["/update_weights_from_disk"] == {
+            "model_path": "/weights/v000003",
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "weight_version": "3",
+        }
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failing_step_is_named_with_its_engine_and_what_follows_is_not_done(step, monkeypatch):
+    monkeypatch.setattr("megatron_rl.rollout.control.FLUSH_ATTEMPTS", 2)
+    good, bad = FakeEngine(), FakeEngine(control={step: (400, {"success": False, "message": "no such directory"})})
+    error = update(good, bad)
+    assert f"step {step.removeprefix('/')} failed" in str(error)
+    assert "no such directory" in str(error)
+    assert bad.url in str(error)
+    assert good.url not in str(error)
+    after = STEPS[STEPS.index(step) + 1 :]
+    assert not set(after) & set(good.paths())
+
+
+def test_an_update_that_is_refused_with_status_200_is_a_failure_too():
+    error = update(FakeEngine(control={"/update_weights_from_disk": (200, {"success": False, "message": "bad shape"})}))
+    assert "bad shape" in str(error)
+
+
+def test_replicas_that_hold_different_bytes_are_not_continued():
+    ranks = [{"checksums": {"w": "1", "v": "other"}}]
+    good, bad = FakeEngine(), FakeEngine(control={"/weights_checker": (200, {"success": True, "ranks": ranks})})
+    error = update(good, bad)
+    assert "differ in 1 parameters of rank 0, first v" in str(error)
+    assert "/continue_generation" not in good.paths()
+
+
+def test_an_engine_that_reports_another_version_afterwards_is_a_failure():
+    error = update(FakeEngine(control={"/model_info": (200, {"weight_version": "2"})}))
+    assert "reports weight_version '2' after the update to 3" in str(error)
+
+
+def test_an_engine_that_does_not_answer_is_named_at_the_deadline():
+    good, dead = FakeEngine(), FakeEngine()
+
+    async def hang(request: Any) -> Any:
+        await dead.closing.wait()
+
+    dead._handle = hang  # type: ignore[method-assign]
+    error = update(good, dead, timeout_s=0.3)
+    assert "step pause_generation: not finished within 0.3 s" in str(error)
+    assert dead.url in str(error)
+    assert good.url not in str(error)
+
+
+def test_an_engine_that_is_gone_is_named():
+    async def gone() -> str:
+        async with FakeEngine() as engine:
+            return engine.url
+
+    url = asyncio.run(gone())
+    with pytest.raises(EngineError, match=url):
+        EngineControl([url]).update_from_disk("/weights", 1)
