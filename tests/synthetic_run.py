@@ -149,8 +149,9 @@ def write_dump(
     """One Parquet dump of `groups` x `size` samples with the columns of a real one."""
     rows = [_sample(step, group, index, skill, rng) for group in range(groups) for index in range(size)]
     if hostile:
-        rows[0] |= {"response": HOSTILE, "prompt": HOSTILE, "sample_id": "</script>"}
-        rows[1] |= {"response": "long " * 20000, "finish_reason": "length"}
+        # The lowest and the highest reward of the step, so that a selection spread over rewards holds both.
+        rows[0] |= {"response": HOSTILE, "prompt": HOSTILE, "sample_id": "</script>", "reward": -0.5}
+        rows[1] |= {"response": "long " * 20000, "finish_reason": "length", "reward": 1.6}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)

@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from .health_rules import CLIP_FRACTION, RULES, Rule, Trend
+from .health_rules import CLIP_RULES, RULES, Rule, Trend
 from .metrics import MetricValue
 
 
@@ -36,7 +36,7 @@ class HealthMonitor:
         `smoothing` is the weight of a new value in the moving average.
         """
         self._baseline_steps, self._patience, self._smoothing = baseline_steps, patience, smoothing
-        rules = [*RULES, CLIP_FRACTION] if updates_per_batch > 1 else RULES
+        rules = (*RULES, *CLIP_RULES) if updates_per_batch > 1 else RULES
         self._rules = sorted(rules, key=lambda rule: rule.level != "WARNING")
         self._watched = {rule.metric for rule in rules} | {"reward/correctness", "eval/pass_at_1"}
         self._trends: dict[str, Trend] = {}

@@ -190,13 +190,23 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-CLIP_FRACTION = Rule(
-    "clip fraction",
-    "WARNING",
-    "policy/clip_fraction",
-    lambda t, _: t.now > 0.3,
-    lambda t, _: t.now < 0.2,
-    "{now:.0%} of the tokens are clipped ({start:.0%} at the start; 5 to 15 % is usual): lower optimizer.lr or "
-    "algorithm.updates_per_batch",
+CLIP_RULES: tuple[Rule, ...] = (
+    Rule(
+        "clip fraction growth",
+        "WARNING",
+        "policy/clip_fraction",
+        lambda t, _: t.now > 0.3 and t.now > t.start + 0.1,
+        lambda t, _: t.now < 0.2 or t.now < t.start + 0.05,
+        "{now:.0%} of the tokens are clipped ({start:.0%} at the start): the updates of a batch move too far, lower "
+        "optimizer.lr or algorithm.updates_per_batch",
+    ),
+    Rule(
+        "high clip fraction",
+        "INFO",
+        "policy/clip_fraction",
+        lambda t, _: t.now > 0.3,
+        lambda t, _: t.now < 0.2,
+        "{now:.0%} of the tokens are clipped; 5 to 15 % is usual with several updates per batch",
+    ),
 )
 """Only with several updates per batch: with one, every ratio is near 1 and nothing clips."""

@@ -1,7 +1,7 @@
-"""The charts of the report: which metrics, how they are drawn, and what healthy looks like. Data in, plotly traces out.
+"""Turns the charts of `report_catalogue` and the phase times into plotly traces. Data in, plain dictionaries out.
 
-A chart is described by a `Chart` and becomes a plain dictionary for plotly.js. Colours are names ("c0", "band0") that
-the page resolves, so that one description serves light and dark. A chart without data is left out.
+Colours are names ("c0", "band0") that the page resolves, so that one description serves light and dark. A chart without
+data is left out, and what is left out is named.
 """
 
 from __future__ import annotations
@@ -9,196 +9,18 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from .metric_names import describe
+from .report_catalogue import CHARTS, Chart, Line
 from .report_data import RunData, Series
 
 SMOOTH_FROM = 40
 """Points from which a noisy line is drawn thin, with its moving average on top."""
-MAX_BARS = 240
-
-
-@dataclass(frozen=True)
-class Line:
-    """One metric as a line; `band` names the metrics of its lower and upper end."""
-
-    metric: str
-    label: str
-    color: int = 0
-    band: tuple[str, str] | None = None
-    right: bool = False
-    """Drawn against the right axis."""
-    markers: bool = False
-    """Sparse points (evaluations) that deserve a mark each; never smoothed."""
-    dash: str = "solid"
-
-
-Lines = tuple[Line, ...]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart: `lines` or a function that finds them in the run (their number depends on the run)."""
-
-    section: str
-    title: str
-    healthy: str
-    lines: Lines | Callable[[RunData], Lines]
-    y: str = ""
-    y_format: str = ""
-    y_range: tuple[float, float] | None = None
-    y_log: bool = False
-    right: str = ""
-    right_format: str = ""
-    x: str = "step"
-
-
-def _pass_at_k(data: RunData) -> Lines:
-    ks = sorted(int(m[1]) for name in data.series if (m := re.fullmatch(r"eval/pass_at_(\d+)", name)))
-    lines = [Line(f"eval/pass_at_{k}", f"pass@{k}", i, markers=True) for i, k in enumerate(ks[:6])]
-    return tuple(lines) if len(ks) > 1 else ()
-
-
-def _components(data: RunData) -> Lines:
-    known = ("mean", "std", "std_within_group", "min", "max", "correctness", "errors")
-    names = [name for name in data.series if name.startswith("reward/") and name.split("/", 1)[1] not in known]
-    return tuple(Line(name, name.split("/", 1)[1], i % 6) for i, name in enumerate(names)) if len(names) > 1 else ()
-
-
-def _warm_up(data: RunData) -> Lines:
-    plain = ("sft/step", "sft/loss", "sft/grad_norm", "sft/lr", "sft/tokens")
-    checks = [name for name in data.series if name.startswith("sft/") and name not in plain]
-    shares = [name for name in checks if all(v is None or 0 <= v <= 1 for v in data.get(name).y)]
-    names = [(name, name.split("/", 1)[1].replace("_", " ")) for name in shares[:3]]
-    extra = [Line(name, label, i + 1, right=True, markers=True) for i, (name, label) in enumerate(names)]
-    return (Line("sft/loss", "loss", 0), *extra)
-
-
-PASS_BAND = ("eval/pass_at_1_low", "eval/pass_at_1_high")
-CHARTS: tuple[Chart, ...] = (
-    Chart(
-        "Learning",
-        "Reward",
-        "Rises and levels off. A total that climbs while correctness does not is being earned by form alone.",
-        (Line("reward/correctness", "correctness", 0), Line("reward/mean", "total reward", 1)),
-        "mean over samples",
-    ),
-    Chart(
-        "Learning",
-        "Held-out pass@1",
-        "Rises with the training reward; the band is the 95 % interval. A plateau while the reward climbs is "
-        "over-fitting.",
-        (Line("eval/pass_at_1", "pass@1", 0, band=PASS_BAND, markers=True),),
-        "share right",
-        y_range=(0, 1),
-    ),
-    Chart(
-        "Learning",
-        "Held-out pass@k",
-        "All curves rise. pass@1 catching up while the others stand still means sharper, not more able.",
-        _pass_at_k,
-        "share solved",
-        y_range=(0, 1),
-    ),
-    Chart(
-        "Learning",
-        "Reward components",
-        "Every part rises or stays high. One that rises at the cost of another is worth a look at samples.",
-        _components,
-        "mean, unweighted",
-    ),
-    Chart(
-        "Learning",
-        "Supervised warm-up",
-        "The loss falls smoothly and the check reaches its target before reinforcement starts.",
-        _warm_up,
-        "loss (nats per token)",
-        right="check",
-        x="warm-up step",
-    ),
-    Chart(
-        "Responses",
-        "Response length and truncation",
-        "Length drifts slowly; only a few per cent hit the limit. Both rising together means the limit is too low.",
-        (
-            Line("rollout/response_length_mean", "mean length", 0),
-            Line("rollout/truncated_fraction", "truncated", 1, right=True),
-        ),
-        "tokens",
-        right="share truncated",
-        right_format=".0%",
-    ),
-    Chart(
-        "Responses",
-        "Entropy",
-        "Falls slowly and stays above zero (0.1 to 1 is usual). A quick fall ends exploration; growth is drift.",
-        (Line("policy/entropy", "entropy", 0),),
-        "nats per token",
-    ),
-    Chart(
-        "Responses",
-        "Groups without a signal",
-        "10 to 30 % is usual. Towards 100 % the prompts are all too easy or all too hard, and generation is wasted.",
-        (
-            Line("rollout/groups_dropped_fraction", "dropped", 0),
-            Line("rollout/sample_rounds", "sampling rounds", 5, right=True, dash="dot"),
-        ),
-        "share of groups",
-        ".0%",
-        right="rounds",
-    ),
-    Chart(
-        "Updates",
-        "Clip fraction",
-        "5 to 15 % with several updates per batch, near zero with one. Above 30 % the policy moves too fast.",
-        (
-            Line("policy/clip_fraction_high", "clipped high", 0),
-            Line("policy/clip_fraction_low", "clipped low", 1),
-            Line("policy/clip_fraction_dual", "dual clip", 3),
-        ),
-        "share of tokens",
-        ".1%",
-    ),
-    Chart(
-        "Updates",
-        "Gradient norm and learning rate",
-        "The norm is steady, 0.1 to 1 is usual. Spikes that grow ask for a lower learning rate.",
-        (
-            Line("optimizer/grad_norm", "gradient norm", 0),
-            Line("optimizer/lr", "learning rate", 5, right=True, dash="dot"),
-        ),
-        "norm before clipping",
-        right="learning rate",
-        right_format=".1e",
-    ),
-    Chart(
-        "Updates",
-        "KL divergence",
-        "To the reference: grows slowly, above 0.5 is far away. To the old policy: small and flat.",
-        (Line("policy/kl_reference", "to the reference", 0), Line("policy/kl_old", "to the old policy", 1)),
-        "nats per token",
-    ),
-    Chart(
-        "Updates",
-        "Gap between trainer and engine",
-        "Flat: about 0.01 in bfloat16, below 0.0001 in float32. Growth means the engine misses updates.",
-        (Line("gap/mean_abs", "mean", 0), Line("gap/max_abs", "largest", 5)),
-        "|log-prob difference|",
-        ".0e",
-        y_log=True,
-    ),
-    Chart(
-        "Speed",
-        "Throughput",
-        "Steady. A slow decline usually follows growing responses.",
-        (Line("system/tokens_per_second", "trained tokens per second", 0),),
-        "tokens/s",
-        "~s",
-    ),
-)
+MAX_POINTS = 1200
+"""Points of one line at most: more than a screen is wide only makes the page slow."""
+MAX_BARS = 120
+"""Bars of one chart at most; each is then the mean over several steps."""
 PHASE_ORDER = ("generate", "pull", "log_probs", "train", "weights", "eval", "checkpoint")
 PHASE_TITLE = "Where the time goes"
 PHASE_HEALTHY = (
@@ -268,7 +90,8 @@ def _card(
 
 
 def _traces(line: Line, data: RunData, chart: Chart) -> list[dict[str, Any]]:
-    series = data.get(line.metric)
+    full = data.get(line.metric)
+    series = thinned(full)
     unit = chart.right_format if line.right else chart.y_format
     trace: dict[str, Any] = {
         "type": "scatter",
@@ -284,16 +107,16 @@ def _traces(line: Line, data: RunData, chart: Chart) -> list[dict[str, Any]]:
     if line.right:
         trace["yaxis"] = "y2"
     band = _band(line, data) if line.band else []
-    if line.markers or line.dash != "solid" or len(series.x) < SMOOTH_FROM:
+    if line.markers or line.dash != "solid" or len(full.x) < SMOOTH_FROM:
         return [*band, trace]
     raw = trace | {"showlegend": False, "opacity": 0.35, "line": {"color": f"c{line.color}", "width": 1}}
-    average = trace | {"y": moving_average(series), "hoverinfo": "skip", "hovertemplate": None}
-    return [*band, raw, average]
+    smooth = thinned(Series(full.x, moving_average(full)))
+    return [*band, raw, trace | {"y": smooth.y, "hoverinfo": "skip", "hovertemplate": None}]
 
 
 def _band(line: Line, data: RunData) -> list[dict[str, Any]]:
     assert line.band is not None
-    low, high = (data.get(name) for name in line.band)
+    low, high = (thinned(data.get(name)) for name in line.band)
     if not low or not high:
         return []
     edge = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "showlegend": False}
@@ -310,6 +133,13 @@ def _band(line: Line, data: RunData) -> list[dict[str, Any]]:
             "marker": {"color": "c5"},
         },
     ]
+
+
+def thinned(series: Series) -> Series:
+    """Every n-th point of a long series, its last one always included, in six significant digits."""
+    stride = max(1, -(-len(series.x) // MAX_POINTS))
+    kept = series.y[::-1][::stride][::-1]
+    return Series(series.x[::-1][::stride][::-1], [None if value is None else float(f"{value:.6g}") for value in kept])
 
 
 def moving_average(series: Series, share: float = 0.025) -> list[float | None]:
@@ -329,21 +159,20 @@ def _phase_chart(data: RunData) -> dict[str, Any] | None:
     if not total or not names:
         return None
     names.sort(key=lambda name: (PHASE_ORDER.index(name) if name in PHASE_ORDER else len(PHASE_ORDER), name))
-    steps = total.x[:: max(1, -(-len(total.x) // MAX_BARS))]
-    known = {name: dict(zip(data.get(f"time/{name}").x, data.get(f"time/{name}").y, strict=True)) for name in names}
-    whole = dict(zip(total.x, total.y, strict=True))
-    rest = [max(0.0, (whole[s] or 0.0) - sum(known[name].get(s) or 0.0 for name in names)) for s in steps]
-    columns = [(name.replace("_", " "), [known[name].get(s) or 0.0 for s in steps]) for name in names]
+    columns = {name: _bars(total.x, data.get(f"time/{name}")) for name in names}
+    whole = _bars(total.x, total)
+    columns["other"] = [max(0.0, total - sum(parts)) for total, *parts in zip(whole, *columns.values(), strict=True)]
+    steps = [steps[-1] for steps in _buckets(total.x)]
     traces = [
         {
             "type": "bar",
-            "name": name,
+            "name": name.replace("_", " "),
             "x": steps,
-            "y": seconds,
+            "y": [round(value, 4) for value in seconds],
             "marker": {"color": _phase_color(name), "line": {"width": 0}},
             "hovertemplate": "%{y:.2f} s",
         }
-        for name, seconds in [*columns, ("other", rest)]
+        for name, seconds in columns.items()
         if any(seconds)
     ]
     layout: dict[str, Any] = {
@@ -355,7 +184,20 @@ def _phase_chart(data: RunData) -> dict[str, Any] | None:
     return _card("Speed", PHASE_TITLE, PHASE_HEALTHY, metrics, traces, layout | {"bargap": 0.15})
 
 
+def _buckets(steps: list[int]) -> list[list[int]]:
+    """The steps cut into at most MAX_BARS runs of equal length (the last may be shorter)."""
+    size = max(1, -(-len(steps) // MAX_BARS))
+    return [steps[i : i + size] for i in range(0, len(steps), size)]
+
+
+def _bars(steps: list[int], series: Series) -> list[float]:
+    """Mean seconds per step in each bucket; a phase that a step did not have counts as 0."""
+    known = dict(zip(series.x, series.y, strict=True))
+    return [sum(known.get(step) or 0.0 for step in bucket) / len(bucket) for bucket in _buckets(steps)]
+
+
 def _phase_color(name: str) -> str:
     """The same phase has the same colour in every report; unknown ones share one, and the rest is grey."""
-    known = [phase.replace("_", " ") for phase in PHASE_ORDER]
-    return f"s{known.index(name)}" if name in known else "c5" if name == "other" else f"s{len(known)}"
+    if name == "other":
+        return "c5"
+    return f"s{PHASE_ORDER.index(name) if name in PHASE_ORDER else len(PHASE_ORDER)}"

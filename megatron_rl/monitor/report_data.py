@@ -16,9 +16,6 @@ import yaml
 from .metrics_log import METRICS_FILE, SFT_STEP, MetricsFileError, read_metrics
 from .result import RunResult
 
-MAX_POINTS = 2000
-"""Points of one line at most: more than a screen is wide only makes the page slow."""
-
 _DUMP = re.compile(r"step-(\d+)\.parquet")
 
 
@@ -129,15 +126,7 @@ def _read_metrics(data: RunData) -> None:
             if "/" in name and (value is None or isinstance(value, int | float)):
                 # A later row of the same step wins: it was written after a restore.
                 points.setdefault(name, {})[sft_step if name.startswith("sft/") else row["step"]] = value
-    data.series = {name: _thinned(values) for name, values in points.items()}
-
-
-def _thinned(values: dict[int, float | None]) -> Series:
-    """Every n-th point of a long series, its last one always included."""
-    steps = sorted(values)
-    stride = -(-len(steps) // MAX_POINTS)
-    kept = steps[::-1][::stride][::-1]
-    return Series(kept, [values[step] for step in kept])
+    data.series = {name: Series(sorted(values), [values[s] for s in sorted(values)]) for name, values in points.items()}
 
 
 def _dumps(folder: Path) -> dict[int, Path]:

@@ -92,11 +92,10 @@ def _pass_at_1(data: RunData) -> dict[str, Any] | None:
     else:
         return None
     only_one = result is None and len(series.x) == 1
+    labels = ("before", "after") if result is not None else ("first", "latest")
+    rows = [_bar(labels[0], before, before_interval), _bar(labels[1], after, after_interval)]
     return {
-        "rows": [
-            _bar("before", before, before_interval),
-            *([] if only_one else [_bar("after", after, after_interval)]),
-        ],
+        "rows": rows[:1] if only_one else rows,
         "before": f"{before:.3f}",
         "after": None if only_one else f"{after:.3f}",
         "verdict": "evaluated once so far" if only_one else _verdict(before, after, before_interval, after_interval),

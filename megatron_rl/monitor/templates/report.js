@@ -23,7 +23,8 @@
   const layoutOf = (chart) => {
     const layout = {
       ...chart.layout,
-      xaxis: axis({ ...chart.layout.xaxis, showgrid: false, showline: true, hoverformat: "d", tickformat: "d", nticks: 8 }),
+      xaxis: axis({ ...chart.layout.xaxis, showgrid: false, showline: true, hoverformat: "d", tickformat: "d", nticks: 8,
+        unifiedhovertitle: { text: chart.layout.xaxis.title.text + " %{x}" } }),
       yaxis: axis({ nticks: 6, ...chart.layout.yaxis }),
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("muted") },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -79,7 +80,7 @@
       ["reward", number(s.reward), "main"],
       ["correctness", number(s.correctness)],
       ...Object.entries(s.components).map(([name, value]) => [name, number(value)]),
-      ["right in its group", s.group_correct === null ? null : s.group_correct + " of " + s.group_size],
+      ["right in its group", s.group_correct === null || s.group_size < 2 ? null : s.group_correct + " of " + s.group_size],
       ["tokens", s.response_tokens],
       ["ended by", s.finish_reason],
       ["mean log-prob", s.log_prob_mean === null ? null : number(s.log_prob_mean, 3)],
