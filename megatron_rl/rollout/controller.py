@@ -39,11 +39,13 @@ from typing import Any
 from aiohttp import web
 
 from megatron_rl.config import Config, read_hf_config
-from megatron_rl.data import PromptCursor, PromptDataset, PromptTokenizer, fit_to_length
+from megatron_rl.data import PromptCursor, PromptDataset, PromptRecord, PromptTokenizer, fit_to_length
+from megatron_rl.monitor.logs import setup_logging
+from megatron_rl.rewards import RewardPool
 
 from .client import EngineClient
 from .dump import remove_dumps_from, rollout_file, write_dump
-from .endpoint import Endpoint, controller_file, engine_urls, publish
+from .endpoint import Endpoint, engine_urls, publish
 from .evaluation import Evaluator
 from .generate import GroupMaker
 from .pool import GroupPool, capacity_of
@@ -56,6 +58,8 @@ from .wire import RolloutTable, decode, encode, pack_groups, unpack_groups
 log = logging.getLogger(__name__)
 MAX_STALENESS = 0
 """Synchronous: a batch is sampled by the newest weights only."""
+GRACE_S = 10.0
+"""How long answers may take to be written after the end was asked for."""
 
 
 class Prompts:
@@ -152,28 +156,32 @@ class Controller:
         remove_dumps_from(self._cfg.run_dir, self.scheduler.progress.step)
         log.info("restored at step %d; ledger %s", self.scheduler.progress.step, self.ledger)
 
-    def _record(self, group_id: int) -> Any:
+    def _record(self, group_id: int) -> PromptRecord:
         return self._prompts.train[self.scheduler.pool.record_index(group_id)]
 
 
 def run_controller(cfg: Config, host: str = "127.0.0.1") -> None:
-    """Process entry: serve until POST /v1/shutdown or SIGTERM. `host` is the address to listen on.
+    """Process entry: serve until POST /v1/shutdown, SIGTERM or SIGINT. `host` is the address to listen on.
 
     Raises:
-        DataError, TimeoutError, OSError: at start-up; the message says what to do.
+        DataError, RewardError, ConfigError, TimeoutError, OSError: at start-up; the message says what to do.
     """
-    logging.basicConfig(level=cfg.logging.level, format="%(asctime)s %(levelname)s controller %(name)s: %(message)s")
-    asyncio.run(serve(cfg, host))
+    setup_logging("controller", 0, None, cfg.logging.level)  # stderr is the role's log file already
+    asyncio.run(_until_signal(cfg, host))
 
 
-async def serve(cfg: Config, host: str = "127.0.0.1") -> None:
-    """Load, bind, publish, run the loops, and clean up whatever ends them."""
-    from megatron_rl.rewards import RewardPool
+async def _until_signal(cfg: Config, host: str) -> None:
+    shutdown = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, shutdown.set)
+    await serve(cfg, host, shutdown)
 
+
+async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
+    """Load, bind, publish, run the loops until `shutdown` is set, and clean up whatever ends them."""
     prompts = Prompts(cfg)
-    engine = cfg.engine
+    engine, rollout = cfg.engine, cfg.rollout
     urls = engine.urls or await asyncio.to_thread(engine_urls, cfg.run_dir, engine.replicas, engine.ready_timeout_s)
-    rollout = cfg.rollout
     client = EngineClient(
         urls,
         vocab_size=read_hf_config(cfg.model.path).vocab_size,
@@ -184,24 +192,23 @@ async def serve(cfg: Config, host: str = "127.0.0.1") -> None:
     async with client, RewardPool(cfg.reward) as verifiers:
         controller = Controller(cfg, prompts, client, verifiers)
         log.info("%d prompts, %d rejected as too long; engines %s", len(prompts.train), prompts.rejected, urls)
-        await _serve_http(cfg, controller, host)
+        await _serve_http(cfg, controller, host, shutdown)
 
 
-async def _serve_http(cfg: Config, controller: Controller, host: str) -> None:
-    shutdown, token = asyncio.Event(), secrets.token_urlsafe(32)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, shutdown.set)
-    runner = web.AppRunner(build_app(controller, token, shutdown), access_log=None)
+async def _serve_http(cfg: Config, controller: Controller, host: str, shutdown: asyncio.Event) -> None:
+    token = secrets.token_urlsafe(32)
+    runner = web.AppRunner(build_app(controller, token, shutdown), access_log=None, shutdown_timeout=GRACE_S)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, 0)
-        await site.start()
+        await web.TCPSite(runner, host, 0).start()
         url = f"http://{_reachable_name(host)}:{runner.addresses[0][1]}"
-        publish(cfg.run_dir, Endpoint(url, os.getpid(), token))
+        published = publish(cfg.run_dir, Endpoint(url, os.getpid(), token))
         log.info("listening on %s", url)
-        await _run_until(controller, shutdown)
+        try:
+            await _run_until(controller, shutdown)
+        finally:
+            published.unlink(missing_ok=True)
     finally:
-        controller_file(cfg.run_dir).unlink(missing_ok=True)
         await runner.cleanup()
 
 

@@ -1,4 +1,4 @@
-"""A server that answers /generate and control calls wrongly on purpose: failures that no real engine can be made to show.
+"""A server that answers wrongly on purpose: failures that no real engine can be made to show.
 
 Anything a real engine does is tested with a real engine. Holds no tests.
 """
