@@ -96,8 +96,8 @@ def _groups(ids: NDArray) -> list[tuple[object, NDArray[np.intp]]]:
     """`(id, positions)` of every group."""
     names, inverse = np.unique(ids, return_inverse=True)
     order = np.argsort(inverse, kind="stable")
-    borders = np.cumsum(np.bincount(inverse, minlength=len(names)))[:-1]
-    return list(zip(names.tolist(), np.split(order, borders), strict=True))
+    ends = np.cumsum(np.bincount(inverse, minlength=len(names)))
+    return [(name, order[a:b]) for name, a, b in zip(names.tolist(), [0, *ends], ends, strict=False)]
 
 
 def _is_uniform(r: Float, alone_counts: bool) -> bool:

@@ -96,4 +96,4 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
     p, shrink = successes / n, 1.0 + z * z / n
     centre = (p + z * z / (2 * n)) / shrink
     half = z / shrink * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half))  # p itself, whatever rounding did

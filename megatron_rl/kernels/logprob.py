@@ -146,6 +146,8 @@ def _inverse_temperature(
     live = _select(temperature, index)
     if not bool((live > 0).all()):
         raise ValueError(f"temperature={float(live[~(live > 0)][0])} at a live token: it must be greater than 0")
+    if bool((live == 1).all()):
+        return None
     return live.to(dtype).reciprocal().unsqueeze(1)
 
 
@@ -163,7 +165,7 @@ def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[4, n] of this rank -> [ranks, 4, n]. Every rank of the group sees the same targets, hence the same n."""
     world = _size(group)
     if world == 1 or stats.numel() == 0:
-        return stats.unsqueeze(0)
+        return stats.expand(world, *stats.shape)
     out = stats.new_empty(world * stats.shape[0], stats.shape[1])
     dist.all_gather_into_tensor(out, stats, group=group)
     return out.view(world, *stats.shape)

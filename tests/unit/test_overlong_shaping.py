@@ -1,0 +1,84 @@
+"""Raw scores become total rewards, overlong responses are punished or left out, and uniform groups are recognised."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.dynamic import is_informative
+from megatron_rl.algorithms.shaping import map_range, overlong_filtered, overlong_penalty, weighted_total
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0), (500, -1.0)],
+)
+def test_the_soft_punishment_falls_linearly_over_the_cache(length, expected):
+    assert overlong_penalty(length, max_length=100, cache=20) == pytest.approx(expected)
+
+
+def test_the_soft_punishment_scales():
+    assert overlong_penalty(95, max_length=100, cache=10, scale=0.5) == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize("cache", [0, -1, 101])
+def test_a_cache_that_does_not_fit_is_refused(cache):
+    with pytest.raises(ValueError, match=rf"overlong_cache={cache}.*1 \.\. 100"):
+        overlong_penalty(50, max_length=100, cache=cache)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(0, 5000), st.floats(0.1, 2))
+def test_the_punishment_is_never_positive_and_grows_with_length(cache, extra, length, scale):
+    limit = cache + extra
+    here, longer = (overlong_penalty(n, limit, cache, scale) for n in (length, length + 1))
+    assert -scale <= longer <= here <= 0
+
+
+def test_only_truncated_samples_are_filtered_and_only_when_asked():
+    assert [overlong_filtered(t, f) for t in (True, False) for f in (True, False)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(-1, 0.0), (0, 0.5), (1, 1.0), (5, 1.0), (-5, 0.0)])
+def test_a_range_maps_to_0_1(value, expected):
+    assert map_range(value, -1, 1) == expected
+
+
+def test_a_component_that_could_not_tell_stays_nan():
+    assert math.isnan(map_range(math.nan, 0, 1))
+    assert math.isnan(weighted_total([1.0, math.nan], [1.0, 0.1], [None, (0, 1)]))
+
+
+def test_an_empty_range_is_refused():
+    with pytest.raises(ValueError, match=r"range=\[1, 1\]"):
+        map_range(1, 1, 1)
+
+
+def test_components_are_mapped_before_they_are_weighted():
+    assert weighted_total([1.0, 5.0], [1.0, 0.1], [None, (0.0, 10.0)]) == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize(
+    ("correctness", "expected"),
+    [
+        ([1, 0, 0], True),
+        ([1, 1, 1], False),
+        ([0.5, 0.5 + 1e-7], False),
+        ([0.5, 0.5 + 1e-5], True),
+        ([1, math.nan, 1], False),
+        ([1, math.nan, 0], True),
+        ([1], False),
+        ([], False),
+    ],
+)
+def test_a_group_is_informative_when_its_correctness_varies(correctness, expected):
+    assert is_informative(correctness) is expected
+
+
+def test_what_the_rollout_controller_uses_never_imports_torch():
+    modules = "shaping, dynamic, evaluation, schedules, spec, advantages, normalisation"
+    code = f"import sys; from megatron_rl.algorithms import {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,109 @@
+"""Estimates from repeated samples and their intervals."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.algorithms.evaluation import bootstrap_interval, maj_at_k, pass_at_k, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 2, 2, 5 / 6), (4, 0, 4, 0.0), (4, 4, 1, 1.0), (8, 3, 8, 1.0)],
+)
+def test_pass_at_k_worked_examples(n, c, k, expected):
+    assert pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 200))
+def test_pass_at_k_equals_the_ratio_of_exact_binomials(data, n):
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(k):
+    right = [True, False, False, True, False]
+    subsets = list(itertools.combinations(right, k))
+    assert pass_at_k(5, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_does_not_overflow():
+    assert pass_at_k(100_000, 10, 5_000) == pytest.approx(1 - 0.95**10, rel=1e-3)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
+def test_pass_at_k_refuses_impossible_counts(n, c, k):
+    with pytest.raises(ValueError, match=f"pass@{k} from {n} samples"):
+        pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "k", "expected"),
+    [
+        (["a", "b", "a"], 3, 1.0),
+        (["b", "b", "a"], 3, 0.0),
+        (["a", "b"], 2, 0.5),  # a tie shares the vote
+        (["a", None, None], 3, 1.0),  # no answer, no vote
+        ([None, None, None], 3, 0.0),
+        (["a", "b", "b", "a"], 1, 0.5),
+        (["a", "a", "b", "b"], 2, 0.5),  # the mean of two blocks
+        (["a", "a", "b"], 2, 1.0),  # the third answer does not fill a block
+    ],
+)
+def test_maj_at_k_counts_votes(answers, k, expected):
+    assert maj_at_k(answers, [a == "a" for a in answers], k) == expected
+
+
+def test_maj_at_k_refuses_more_votes_than_answers():
+    with pytest.raises(ValueError, match="maj@3 from 2 answers"):
+        maj_at_k(["a", "b"], [True, False], 3)
+
+
+def test_wilson_interval_worked_example():
+    low, high = wilson_interval(8, 10)
+    assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 500), st.floats(0, 1))
+def test_wilson_interval_holds_the_estimate_within_0_1(n, share):
+    successes = round(share * n)
+    low, high = wilson_interval(successes, n)
+    assert 0 <= low <= successes / n <= high <= 1
+    assert high - low > 0
+
+
+def test_wilson_interval_refuses_no_trials():
+    with pytest.raises(ValueError, match="n >= 1"):
+        wilson_interval(0, 0)
+
+
+def test_bootstrap_interval_is_reproducible_and_holds_the_mean():
+    values = np.random.default_rng(0).random(80)
+    low, high = bootstrap_interval(values, seed=1)
+    assert (low, high) == bootstrap_interval(values, seed=1)
+    assert (low, high) != bootstrap_interval(values, seed=2)
+    assert low < values.mean() < high
+
+
+def test_bootstrap_interval_has_about_the_width_of_the_normal_one():
+    values = np.random.default_rng(0).random(200)
+    low, high = bootstrap_interval(values, seed=0)
+    assert high - low == pytest.approx(2 * 1.96 * values.std(ddof=1) / math.sqrt(200), rel=0.1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.floats(0, 1), st.integers(1, 30))
+def test_bootstrap_interval_of_equal_values_is_that_value(value, n):
+    assert bootstrap_interval([value] * n, seed=0, resamples=50) == (pytest.approx(value), pytest.approx(value))
+
+
+def test_bootstrap_interval_refuses_no_values():
+    with pytest.raises(ValueError, match="at least one value"):
+        bootstrap_interval([], seed=0)
