@@ -40,7 +40,7 @@ def make_config(
     return Config(**base)
 
 
-def make_batch(vocab_size: int, seed: int = 0, count: int = 7) -> SequenceBatch:
+def make_batch(vocab_size: int, seed: int = 0, count: int = 9) -> SequenceBatch:
     """Uneven sequences, prompts masked, one sample masked as a whole, advantages that do not cancel."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 24, size=count)
@@ -49,13 +49,12 @@ def make_batch(vocab_size: int, seed: int = 0, count: int = 7) -> SequenceBatch:
     masks = [np.arange(n) >= rng.integers(1, n - 2) for n in lengths]
     masks[2][:] = False
     mask = np.concatenate(masks)
-    advantages = np.repeat(rng.normal(0.7, 1.0, size=count), lengths).astype(np.float32)
     return SequenceBatch.from_sequences(
         sequences,
         masks,
         [f"s{i}" for i in range(count)],
         temperature=np.where(np.arange(count) % 2, 0.7, 1.0),
-        advantages=advantages,
+        advantages=rng.normal(0.3, 1.0, size=mask.size).astype(np.float32),
         weights=np.where(mask, 1.0 / mask.sum(), 0.0).astype(np.float32),
     )
 
@@ -112,7 +111,7 @@ def gradients(policy: Policy) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
-        result = {name: tensor.clone().numpy() for name, tensor in policy.export()}
+        result = {name: tensor.float().clone().numpy() for name, tensor in policy.export()}
         for parameter, values in zip(parameters, held, strict=True):
             parameter.copy_(values)
     return result

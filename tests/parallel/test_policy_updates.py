@@ -1,0 +1,344 @@
+"""What an update may and may not do to the weights, and the phases around it: warm-up, reference, sharing a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.algorithms.spec import LossSpec
+from tests.parallel.launch import run_ranks
+from tests.parallel.policy_setup import DP2, PP2, TP2, gradients, layout, local_part, make_batch, make_config
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.parallel
+
+VOCAB = 300
+SPEC = LossSpec()
+LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": DP2}
+SCENARIOS = (
+    "masked_garbage",
+    "all_masked",
+    "non_finite",
+    "gradient_overflow",
+    "too_many_skipped",
+    "learning_rate",
+    "reset",
+    "reference",
+    "warm_up",
+    "clipping",
+    "sharing",
+)
+
+
+def run_scenarios(path: str) -> dict[str, dict[str, Any]]:
+    """In a rank: every scenario in every layout."""
+    from megatron_rl.policy import distributed
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, parallel in LAYOUTS.items():
+        cfg = make_config(path, parallel, algorithm={"kl_coef": 0.1}, optimizer={"max_skipped_steps": 2})
+        with layout(cfg) as dp_rank:
+            found[name] = {scenario: globals()[f"_{scenario}"](cfg, dp_rank) for scenario in SCENARIOS}
+    distributed.shutdown()
+    return found
+
+
+# ------------------------------------------------------------------------------------------ scenarios, within a rank
+
+
+def _policy(cfg: Any) -> Any:
+    from megatron_rl.policy.policy import Policy
+
+    return Policy.build(cfg)
+
+
+def _weights(policy: Any) -> list[Any]:
+    return [parameter.detach().clone() for chunk in policy.chunks for parameter in chunk.parameters()]
+
+
+def _equal(first: list[Any], second: list[Any]) -> bool:
+    return all(bool((a == b).all()) for a, b in zip(first, second, strict=True))
+
+
+def _prepared(cfg: Any, dp_rank: int, policy: Any) -> tuple[Any, Any, Any]:
+    """The whole batch, this rank's part with the policy's own old log-probs, and the plan."""
+    whole = make_batch(VOCAB)
+    batch, plan = local_part(whole, cfg, dp_rank)
+    log_probs = policy.log_probs(batch, plan).log_probs
+    batch = batch.with_arrays(old_log_probs=log_probs + np.float32(0.1), reference_log_probs=log_probs)
+    return whole, batch, plan
+
+
+def _masked_garbage(cfg: Any, dp_rank: int) -> Any:
+    """Gradients with NaN, infinities and huge values at every masked position, and without."""
+    found = []
+    for garbage in (0.0, np.nan, np.inf, 1e30):
+        policy = _policy(cfg)
+        _, batch, plan = _prepared(cfg, dp_rank, policy)
+        names = ("advantages", "weights", "old_log_probs", "reference_log_probs")
+        batch = batch.with_arrays(
+            **{n: np.where(batch.mask, getattr(batch, n), np.float32(garbage)) for n in names},
+            behaviour_log_probs=np.where(batch.mask, batch.old_log_probs, np.float32(garbage)),
+        )
+        result = policy.train_step(batch, plan, LossSpec(kl_coef=0.1, entropy_coef=0.01))
+        found.append((result.metrics, gradients(policy)))
+    return found
+
+
+def _all_masked(cfg: Any, dp_rank: int) -> Any:
+    import dataclasses
+
+    policy = _policy(cfg)
+    before = _weights(policy)
+    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    batch = dataclasses.replace(batch, mask=np.zeros_like(batch.mask), weights=np.zeros_like(batch.weights))
+    result = policy.train_step(batch, plan, SPEC)
+    largest = max(float(np.abs(values).max()) for values in gradients(policy).values())
+    return {"result": result, "gradient": largest, "unchanged": _equal(before, _weights(policy))}
+
+
+def _non_finite(cfg: Any, dp_rank: int) -> Any:
+    """One bad value of one sample, which lives on one data-parallel rank only; then a good update."""
+    policy = _policy(cfg)
+    before = _weights(policy)
+    whole, batch, plan = _prepared(cfg, dp_rank, policy)
+    found: dict[str, Any] = {}
+    position = int(np.flatnonzero(whole.mask)[0])
+    sample = whole.sample_ids[int(np.searchsorted(whole.offsets, position, side="right")) - 1]
+    for name, value in (("old_log_probs", np.nan), ("old_log_probs", -np.inf), ("advantages", np.inf)):
+        bad = batch
+        if sample in batch.sample_ids:
+            array = getattr(batch, name).copy()
+            array[
+                batch.offsets[batch.sample_ids.index(sample)] + position - whole.offsets[whole.sample_ids.index(sample)]
+            ] = value
+            bad = batch.with_arrays(**{name: array})
+        result = policy.train_step(bad, plan, SPEC)
+        found[f"{name}={value}"] = (
+            result.skipped,
+            result.metrics["optimizer/skipped"],
+            _equal(before, _weights(policy)),
+        )
+        policy._skipped_in_a_row = 0
+    after = policy.train_step(batch, plan, SPEC)
+    found["recovers"] = (not after.skipped, np.isfinite(after.grad_norm), not _equal(before, _weights(policy)))
+    return found
+
+
+def _gradient_overflow(cfg: Any, dp_rank: int) -> Any:
+    """Everything that the loss reads is finite, but its gradient is not."""
+    policy = _policy(cfg)
+    before = _weights(policy)
+    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    huge = batch.with_arrays(weights=batch.weights * np.float32(1e36), advantages=batch.advantages * np.float32(1e10))
+    result = policy.train_step(huge, plan, SPEC)
+    return result.skipped, _equal(before, _weights(policy))
+
+
+def _too_many_skipped(cfg: Any, dp_rank: int) -> Any:
+    from megatron_rl.policy.policy import PolicyError
+
+    policy = _policy(cfg)
+    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    bad = batch.with_arrays(advantages=np.full_like(batch.advantages, np.nan))
+    policy.train_step(bad, plan, SPEC)
+    try:
+        policy.train_step(bad, plan, SPEC)
+    except PolicyError as error:
+        return str(error)
+    return "no error"
+
+
+def _learning_rate(cfg: Any, dp_rank: int) -> Any:
+    policy = _policy(cfg)
+    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    before = _weights(policy)
+    policy.set_learning_rate(0.0)
+    result = policy.train_step(batch, plan, SPEC)
+    frozen = _equal(before, _weights(policy))
+    policy.set_learning_rate(0.5)
+    policy.train_step(batch, plan, SPEC)
+    largest = max(float((a - b).abs().max()) for a, b in zip(before, _weights(policy), strict=True))
+    return result.metrics["optimizer/lr"], frozen, largest
+
+
+def _reset(cfg: Any, dp_rank: int) -> Any:
+    """After `reset_optimizer`, updates are those of a policy that starts from the same weights."""
+    import torch
+
+    used, fresh = _policy(cfg), _policy(cfg)
+    _, batch, plan = _prepared(cfg, dp_rank, used)
+    for seed in range(3):
+        other, other_plan = local_part(make_batch(VOCAB, seed=seed + 10), cfg, dp_rank)
+        used.sft_step(other, other_plan, 1e-3)
+    with torch.no_grad():
+        for chunk, source in zip(fresh.chunks, used.chunks, strict=True):
+            for parameter, values in zip(chunk.parameters(), source.parameters(), strict=True):
+                parameter.copy_(values)
+    used.reset_optimizer()
+    for policy in (used, fresh):
+        policy.set_learning_rate(1e-3)
+        for _ in range(2):
+            policy.train_step(batch, plan, SPEC)
+    return _equal(_weights(used), _weights(fresh))
+
+
+def _reference(cfg: Any, dp_rank: int) -> Any:
+    policy = _policy(cfg)
+    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    found: dict[str, Any] = {}
+    at_start = policy.log_probs(batch, plan).log_probs
+    policy.freeze_reference()
+    policy.train_step(batch, plan, SPEC)
+    before, trained = _weights(policy), policy.log_probs(batch, plan).log_probs
+    reference = policy.reference_log_probs(batch, plan)
+    found["is_the_start"] = np.array_equal(reference, at_start)
+    found["differs_from_the_trained"] = float(np.abs(reference - trained)[batch.mask].max(initial=0))
+    found["comes_back"] = _equal(before, _weights(policy))
+    found["log_probs_come_back"] = np.array_equal(trained, policy.log_probs(batch, plan).log_probs)
+    policy.reference._host[0].fill_(0.5)  # a further pass would see this
+    found["cached"] = np.array_equal(policy.reference_log_probs(batch, plan), reference)
+    import dataclasses
+
+    renamed = dataclasses.replace(batch, sample_ids=tuple(f"{name}!" for name in batch.sample_ids))
+    found["not_cached"] = not np.array_equal(policy.reference_log_probs(renamed, plan), reference)
+    found["next_update_is_finite"] = not policy.train_step(batch, plan, SPEC).skipped
+    return found
+
+
+def _warm_up(cfg: Any, dp_rank: int) -> Any:
+    policy = _policy(cfg)
+    batch, plan = local_part(make_batch(VOCAB), cfg, dp_rank)
+    log_probs = policy.log_probs(batch, plan).log_probs.astype(np.float64)
+    expected = float(-(log_probs * batch.weights).sum())
+    results = [policy.sft_step(batch, plan, 5e-3) for _ in range(4)]
+    return {"expected_here": expected, "metrics": [result.metrics for result in results]}
+
+
+def _clipping(cfg: Any, dp_rank: int) -> Any:
+    """The same first update with the gradient clipped: Adam's first step does not see it, the second one does."""
+    norms = []
+    for clip_grad in (0.0, 1e-3):
+        clipped = cfg.model_copy(update={"optimizer": cfg.optimizer.model_copy(update={"clip_grad": clip_grad})})
+        policy = _policy(clipped)
+        _, batch, plan = _prepared(cfg, dp_rank, policy)
+        result = policy.train_step(batch, plan, SPEC)
+        norms.append((result.grad_norm, policy.optimizer.gradient_norm()))
+    return norms
+
+
+def _sharing(cfg: Any, dp_rank: int) -> Any:
+    from megatron_rl.policy.distributed import is_data_parallel_leader
+    from megatron_rl.policy.exchange import broadcast_batch, broadcast_to_model_parallel
+
+    leader = is_data_parallel_leader()
+    batch, _ = local_part(make_batch(VOCAB), cfg, dp_rank)
+    shared = broadcast_batch(batch if leader else None)
+    return {
+        "bytes": broadcast_to_model_parallel(b"shard %d" % dp_rank if leader else None) == b"shard %d" % dp_rank,
+        "nothing": broadcast_to_model_parallel(b"" if leader else None),
+        "batch": shared.to_bytes() == batch.to_bytes(),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
+    """By rank: layout -> scenario -> what happened."""
+    path = tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    return run_ranks(2, run_scenarios, str(path), timeout=240)
+
+
+def of(found: list[dict[str, dict[str, Any]]], scenario: str) -> list[Any]:
+    """One scenario on every rank of every layout."""
+    return [rank[name][scenario] for rank in found for name in LAYOUTS]
+
+
+def test_garbage_at_masked_positions_changes_nothing(found):
+    for clean, *dirty in of(found, "masked_garbage"):
+        for metrics, grads in dirty:
+            assert metrics == clean[0]
+            assert all(np.array_equal(grads[name], clean[1][name]) for name in clean[1])
+
+
+def test_a_fully_masked_batch_has_loss_and_gradient_zero(found):
+    for outcome in of(found, "all_masked"):
+        assert outcome["result"].metrics["policy/loss"] == 0
+        assert outcome["result"].grad_norm == 0
+        assert not outcome["result"].skipped
+        assert outcome["gradient"] == 0
+        assert outcome["unchanged"]
+
+
+def test_a_non_finite_value_never_reaches_the_weights_of_any_rank(found):
+    for outcome in of(found, "non_finite"):
+        recovers = outcome["recovers"]
+        assert all(recovers), recovers
+        bad = {name: value for name, value in outcome.items() if name != "recovers"}
+        assert len(bad) == 3
+        assert all(value == (True, 1.0, True) for value in bad.values()), bad
+
+
+def test_an_overflowing_gradient_is_skipped(found):
+    assert of(found, "gradient_overflow") == [(True, True)] * 6
+
+
+def test_repeated_skips_end_the_run_naming_samples_and_keys(found):
+    for message in of(found, "too_many_skipped"):
+        assert "s0, s1, s3" in message
+        assert "s2" not in message  # fully masked
+        assert "optimizer.max_skipped_steps=2" in message
+
+
+def test_the_learning_rate_can_be_changed_between_updates(found):
+    for reported, frozen, largest in of(found, "learning_rate"):
+        assert reported == 0
+        assert frozen
+        assert largest > 0.1
+
+
+def test_a_reset_optimizer_steps_like_a_fresh_one(found):
+    assert of(found, "reset") == [True] * 6
+
+
+def test_the_reference_is_frozen_and_leaves_the_policy_bit_for_bit(found):
+    for outcome in of(found, "reference"):
+        assert outcome["is_the_start"]
+        assert outcome["comes_back"]
+        assert outcome["log_probs_come_back"]
+        assert outcome["next_update_is_finite"]
+    assert max(outcome["differs_from_the_trained"] for outcome in of(found, "reference")) > 0.01
+
+
+def test_reference_log_probs_are_cached_by_sample(found):
+    for outcome in of(found, "reference"):
+        assert outcome["cached"]
+        assert outcome["not_cached"]
+
+
+def test_warm_up_minimises_the_negative_log_likelihood_of_the_whole_batch(found):
+    for name in LAYOUTS:
+        ranks = [rank[name]["warm_up"] for rank in found]
+        parts = [rank["expected_here"] for rank in ranks]
+        expected = sum(parts) if name == "dp2" else parts[0]
+        for rank in ranks:
+            losses = [metrics["sft/loss"] for metrics in rank["metrics"]]
+            assert losses[0] == pytest.approx(expected, rel=1e-5)
+            assert losses[-1] < losses[0]
+            assert rank["metrics"][0]["sft/lr"] == 5e-3
+            assert rank["metrics"][0]["sft/tokens"] == make_batch(VOCAB).mask.sum()
+
+
+def test_clipping_scales_the_gradient_but_not_the_reported_norm(found):
+    for (norm, left), (clipped_norm, clipped_left) in of(found, "clipping"):
+        assert clipped_norm == pytest.approx(norm, rel=1e-6)
+        assert left == pytest.approx(norm, rel=1e-6)
+        assert clipped_left == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_leaders_bytes_and_batch_reach_its_model_parallel_peers(found):
+    assert of(found, "sharing") == [{"bytes": True, "nothing": b"", "batch": True}] * 6
