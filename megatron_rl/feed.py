@@ -1,5 +1,7 @@
-"""How trainer ranks get rollouts: rank 0 agrees on readiness, each data-parallel leader pulls its own share over HTTP and
-passes it to its model-parallel peers. Supervised batches are made here too; what is computed from them is in `policy`.
+"""How trainer ranks get their batches; what is computed from them is in `policy`.
+
+Rank 0 waits for a step to be ready, each data-parallel leader pulls its own share over HTTP and passes it to its
+model-parallel peers. Supervised batches for the warm-up are read from their file by every rank.
 """
 
 from __future__ import annotations
@@ -9,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_rl.algorithms.normalisation import token_weights
 from megatron_rl.cluster.rank_zero import RankZero
 from megatron_rl.config import Config
 from megatron_rl.data import PromptCursor, PromptDataset, PromptTokenizer
-from megatron_rl.algorithms.normalisation import token_weights
 from megatron_rl.policy.batch import SequenceBatch
-from megatron_rl.policy.exchange import broadcast_to_model_parallel
 from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_leader
+from megatron_rl.policy.exchange import broadcast_to_model_parallel
 from megatron_rl.policy.microbatch import Plan, plan_microbatches
 from megatron_rl.policy.step_batch import Update, plan_step
 from megatron_rl.rollout.pull import ControllerClient
@@ -45,10 +47,17 @@ class RolloutFeed:
         """The engines hold the weights of `step`: its rollouts may be generated."""
         self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), 60)
 
-    def wait(self, step: int) -> None:
-        """Until the controller has a whole batch for `step`. Raises on every rank what the controller reports."""
+    def wait(self, step: int, interrupted: Callable[[], bool]) -> bool:
+        """Until the controller has a whole batch for `step` (True), or `interrupted()` on rank 0 (False).
+
+        Raises on every rank what the controller reports.
+        """
         timeout = self._cfg.rollout.step_timeout_s
-        self._zero.run(f"rollouts of step {step}", lambda: self._client.wait_ready(step, timeout), timeout + 30)
+
+        def poll() -> bool:
+            return self._client.wait_ready(step, timeout, interrupted).status == "ready"
+
+        return self._zero.run(f"rollouts of step {step}", poll, timeout + 30)
 
     def pull(self, step: int) -> tuple[RolloutTable, list[LocalUpdate]]:
         """The step's table, and this rank's share of each update."""

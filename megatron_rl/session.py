@@ -22,7 +22,6 @@ from megatron_rl.feed import LocalUpdate, RolloutFeed, sft_batches
 from megatron_rl.monitor.metrics import PhaseTimer, StepMetrics
 from megatron_rl.monitor.recorder import Recorder
 from megatron_rl.monitor.result import RunResult
-from megatron_rl.policy import checkpoint
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.policy import Policy, StepResult
@@ -33,6 +32,10 @@ from megatron_rl.step_metrics import batch_metrics, mean_of_updates, resident_gi
 from megatron_rl.weights.version_dir import prune_versions, version_path, write_version
 
 log = logging.getLogger(__name__)
+
+
+class StopRequested(Exception):
+    """The run was asked to end (SIGTERM): save and leave; raised on all ranks at the same place."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class Progressed:
 
 
 class Session:
-    """One rank of one run. The attributes are its parts; the methods are verbs that every rank calls in the same order."""
+    """One rank of one run: attributes are its parts, methods are verbs that every rank calls in the same order."""
 
     def __init__(
         self,
@@ -75,9 +78,9 @@ class Session:
             return None
         extra = self.policy.load(self._resume_from)
         self.state = Progressed(**extra["progress"])
-        self._resume_from = resume_from
         self._began = time.monotonic() - self.state.train_seconds
         self._on_zero("controller state", lambda: self._controller.put_state(extra["controller"]))
+        self._saved = self.state.step
         log.info("resumed from %s", self._resume_from)
         return self.state.step
 
@@ -198,16 +201,25 @@ class Session:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """One atomic unit: model, optimizer, RNG, this state and the controller's."""
+        """One atomic unit: model, optimizer, RNG, this state and the controller's; once per step."""
+        if step == self._saved:
+            return
+        self._saved = step
         self.state.train_seconds = time.monotonic() - self._began
         controller = self._on_zero("controller state", self._controller.get_state)
         extra = {"progress": asdict(self.state), "controller": controller}
         metric = self.state.latest.get(self.cfg.checkpoint.metric)
         self.policy.save(self.run.path, step, extra, metric)
 
-    def stop_requested(self) -> bool:
-        """True on every rank once rank 0 was asked to end."""
-        return self._on_zero("whether to stop", lambda: self._terminated)
+    def stop_if_requested(self) -> None:
+        """Raise StopRequested on every rank once rank 0 has got SIGTERM."""
+        if self._on_zero("whether to stop", self._is_terminated):
+            raise StopRequested
+
+    def wait_for_rollouts(self, step: int) -> None:
+        """Until the batch of `step` is complete. Raises StopRequested when SIGTERM comes first."""
+        if not self.rollouts.wait(step, self._is_terminated):
+            raise StopRequested
 
     def finish(self, step: int) -> None:
         """Write the result and the report; the run is complete (or was asked to stop and has saved itself)."""
@@ -246,6 +258,10 @@ class Session:
 
     _shown = ""
     _tokens = 0
+    _saved = -1
 
     def _on_term(self, *_: object) -> None:
         self._terminated = True
+
+    def _is_terminated(self) -> bool:
+        return self._terminated

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.bring_up import open_session
-from megatron_rl.session import Session
+from megatron_rl.cluster.processes import EXIT_RESUMABLE
+from megatron_rl.session import Session, StopRequested
 
 
-def train(s: Session) -> None:
-    """Warm up, then take `steps` RL steps, evaluating and saving on the way."""
+def train(s: Session) -> int:
+    """Warm up, then take `steps` RL steps, evaluating and saving on the way. Returns the exit code."""
     step = s.restore()
     if step is None:
         step = 0
@@ -29,11 +30,17 @@ def train(s: Session) -> None:
         s.evaluate(step)
     else:
         s.publish(step)
-    while step < s.cfg.steps and not s.stop_requested():
-        s.rollouts.start(step)
-        rl_step(s, step)
-        step += 1
+    try:
+        while step < s.cfg.steps:
+            s.stop_if_requested()
+            s.rollouts.start(step)
+            rl_step(s, step)
+            step += 1
+    except StopRequested:
+        s.save(step)
+        return EXIT_RESUMABLE
     s.finish(step)
+    return 0
 
 
 def warm_up(s: Session) -> None:
@@ -54,7 +61,7 @@ def rl_step(s: Session, step: int) -> None:
     spec = LossSpec.from_config(s.cfg.algorithm)
     with s.step(step) as (timer, metrics):
         with timer.phase("generate"):
-            s.rollouts.wait(step)
+            s.wait_for_rollouts(step)
         with timer.phase("pull"):
             table, updates = s.rollouts.pull(step)
         with timer.phase("log_probs"):
@@ -74,7 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     """`python -m megatron_rl.train CONFIG.yaml [--resume]`, one process per rank (started by `megatron-rl train`)."""
     words = sys.argv[1:] if argv is None else argv
     with open_session(Path(words[0]), resume="--resume" in words) as session:
-        train(session)
+        code = train(session)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

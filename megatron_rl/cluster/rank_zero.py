@@ -12,12 +12,22 @@ import logging
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """What is used of torch's key-value stores (their own stub has no bytes)."""
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 class RankZeroError(RuntimeError):
@@ -33,7 +43,7 @@ class RankZero:
         poll_s: pause between two looks at the store.
     """
 
-    def __init__(self, store: dist.Store, rank: int, poll_s: float = 0.005) -> None:
+    def __init__(self, store: Store, rank: int, poll_s: float = 0.005) -> None:
         self._store, self._rank, self._poll_s = store, rank, poll_s
         self._count = 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -66,8 +66,11 @@ class ControllerClient:
         """How far step `step` is."""
         return StepStatus(**orjson.loads(self._get(f"/v1/step/{step}")))
 
-    def wait_ready(self, step: int, timeout_s: float) -> StepStatus:
-        """Poll until step `step` is ready. Raises ControllerError with the controller's message if it never will be."""
+    def wait_ready(self, step: int, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> StepStatus:
+        """Poll until step `step` is ready, or `interrupted()`: then the status is what it was.
+
+        Raises ControllerError with the controller's message if the step never will be ready.
+        """
         deadline = time.monotonic() + timeout_s
         while (status := self.step_status(step)).status != "ready":
             if status.status in ("failed", "stopped"):
@@ -79,6 +82,8 @@ class ControllerClient:
                     f"waited {timeout_s:g} s for the rollouts of step {step}; the controller is {status.status}, "
                     f"{status.progress or status.message}; look at {self._log}, or raise rollout.step_timeout_s"
                 )
+            if interrupted():
+                break
             time.sleep(POLL_S)
         return status
 
