@@ -1,0 +1,175 @@
+"""Saving in one layout and going on in another gives the losses of the run that was never interrupted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.algorithms.spec import LossSpec
+from tests.parallel.launch import run_ranks
+from tests.parallel.policy_setup import DP2, PP2, TP2, layout, local_part, make_batch, make_config
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.parallel
+
+VOCAB = 300
+SPEC = LossSpec(kl_coef=0.1)
+BEFORE, AFTER = 3, 2
+WHOLE = {"use_distributed_optimizer": False}
+INTERLEAVED = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+WRITERS = {
+    "tp2": TP2,
+    "dp2": DP2,
+    "pp2_tied": PP2,
+    "interleaved": INTERLEAVED,
+    "tp2_whole": TP2 | WHOLE,
+    "tp2_bf16": TP2,
+}
+READERS = {
+    "tp2": {"tp2": TP2, "pp2": PP2, "dp2": DP2, "one_rank": {}},
+    "dp2": {"dp2": DP2, "tp2": TP2},
+    "pp2_tied": {"pp2": PP2, "tp2": TP2},
+    "interleaved": {"interleaved": INTERLEAVED, "dp2": DP2},
+    "tp2_whole": {"tp2": TP2 | WHOLE, "dp2": DP2 | WHOLE},
+    "tp2_bf16": {"tp2": TP2, "dp2": DP2},
+}
+
+
+def _config(paths: dict[bool, str], writer: str, parallel: dict[str, Any]) -> Any:
+    dtype = "bfloat16" if "bf16" in writer else "float32"
+    return make_config(
+        paths["tied" in writer],
+        parallel,
+        dtype,
+        algorithm={"kl_coef": 0.1},
+        optimizer={"lr": 1e-2, "clip_grad": 1.0, "weight_decay": 0.1},
+        checkpoint={"keep_last": 2},
+    )
+
+
+def _train(policy: Any, cfg: Any, dp_rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch, plan = local_part(make_batch(VOCAB, seed=step), cfg, dp_rank)
+        reference = policy.reference_log_probs(batch, plan)
+        old = policy.log_probs(batch, plan).log_probs + np.float32(0.1)
+        batch = batch.with_arrays(reference_log_probs=reference, old_log_probs=old)
+        policy.set_learning_rate_for(step)
+        metrics = policy.train_step(batch, plan, SPEC).metrics
+        losses += [metrics["policy/loss"], metrics["policy/entropy"], metrics["policy/kl_reference"]]
+    return losses
+
+
+def write_all(paths: dict[bool, str], runs: str) -> dict[str, Any]:
+    """In a rank: train, save in the middle, go on; and read back in every layout of the same size."""
+    from megatron_rl.policy import distributed
+
+    written = {writer: _write(writer, paths, Path(runs)) for writer in WRITERS}
+    found: dict[str, Any] = {"written": written}
+    for writer, readers in READERS.items():
+        for reader, parallel in readers.items():
+            if parallel:
+                found[f"{writer}->{reader}"] = _read(writer, paths, Path(runs), parallel)
+    found["wrong_optimizer"] = _wrong_optimizer(paths, Path(runs))
+    distributed.shutdown()
+    return found
+
+
+def read_alone(paths: dict[bool, str], runs: str) -> list[float]:
+    """In the only rank: what two ranks wrote."""
+    return _read("tp2", paths, Path(runs), {})["losses"]
+
+
+def _write(writer: str, paths: dict[bool, str], runs: Path) -> dict[str, Any]:
+    import torch
+
+    from megatron_rl.policy.policy import Policy
+
+    cfg = _config(paths, writer, WRITERS[writer])
+    run_dir = runs / writer
+    with layout(cfg) as dp_rank:
+        policy = Policy.build(cfg)
+        policy.freeze_reference()
+        _train(policy, cfg, dp_rank, range(BEFORE))
+        extra = {"progress": {"step": BEFORE}, "controller": b"state"}
+        folder = policy.save(run_dir, BEFORE, extra, metric=0.5)
+        drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+        losses = _train(policy, cfg, dp_rank, range(BEFORE, BEFORE + AFTER))
+        policy.save(run_dir, BEFORE + AFTER, extra, metric=0.1)
+        return {"folder": str(folder), "losses": losses, "drawn": drawn}
+
+
+def _read(writer: str, paths: dict[bool, str], runs: Path, parallel: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from megatron_rl.policy.policy import Policy
+
+    cfg = _config(paths, writer, parallel)
+    with layout(cfg) as dp_rank:
+        policy = Policy.build(cfg)
+        extra = policy.load(runs / writer / "checkpoints" / f"step-{BEFORE:06d}")
+        drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+        losses = _train(policy, cfg, dp_rank, range(BEFORE, BEFORE + AFTER))
+        return {"losses": losses, "extra": extra, "drawn": drawn}
+
+
+def _wrong_optimizer(paths: dict[bool, str], runs: Path) -> str:
+    from megatron_rl.policy.checkpoint import CheckpointError
+    from megatron_rl.policy.policy import Policy
+
+    cfg = _config(paths, "tp2", TP2 | WHOLE)
+    with layout(cfg):
+        policy = Policy.build(cfg)
+        try:
+            policy.load(runs / "tp2" / "checkpoints" / f"step-{BEFORE:06d}")
+        except CheckpointError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, runs) -> list[dict[str, Any]]:
+    """By rank: what happened in the launch of two ranks, and in the one after it."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {tied: str(tiny_model(folder / str(tied), tied=tied, vocab_size=VOCAB, layers=4)) for tied in (False, True)}
+    results = run_ranks(2, write_all, paths, str(runs), timeout=240)
+    results[0]["tp2->one_rank"] = {"losses": run_ranks(1, read_alone, paths, str(runs), timeout=120)[0]}
+    return results
+
+
+@pytest.mark.parametrize("pair", [f"{writer}->{reader}" for writer in READERS for reader in READERS[writer]])
+def test_losses_after_resuming_are_those_of_the_uninterrupted_run(found, pair):
+    expected = found[0]["written"][pair.split("->")[0]]["losses"]
+    tolerance = 2e-2 if "bf16" in pair else 1e-4
+    assert found[0][pair]["losses"] == pytest.approx(expected, rel=tolerance, abs=tolerance / 10)
+
+
+@pytest.mark.parametrize("pair", ["tp2->tp2", "dp2->dp2", "tp2_whole->tp2", "tp2_bf16->tp2"])
+def test_the_same_layout_repeats_the_run_to_the_last_bit(found, pair):
+    for rank in found:
+        written = rank["written"][pair.split("->")[0]]
+        assert rank[pair]["losses"] == written["losses"]
+        assert rank[pair]["drawn"] == written["drawn"]
+
+
+def test_what_the_loop_gave_along_comes_back_on_every_rank(found):
+    for rank in found:
+        assert rank["tp2->pp2"]["extra"] == {"progress": {"step": BEFORE}, "controller": b"state"}
+
+
+def test_the_other_kind_of_optimizer_is_refused_naming_the_key(found):
+    for rank in found:
+        assert "set parallel.use_distributed_optimizer=true" in rank["wrong_optimizer"]
+
+
+def test_resuming_removed_the_checkpoints_of_later_steps(found, runs):
+    assert [path.name for path in (runs / "tp2" / "checkpoints").iterdir()] == [f"step-{BEFORE:06d}"]

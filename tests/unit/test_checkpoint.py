@@ -1,0 +1,144 @@
+"""Checkpoint directories: atomic, verified, pruned."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from megatron_rl.policy import checkpoint
+from megatron_rl.policy.checkpoint import CheckpointError
+
+
+def write(run_dir, step, metric=None, extra=None, content=b"weights"):
+    folder = checkpoint.begin(run_dir, step)
+    (folder / "policy").mkdir()
+    (folder / "policy" / "data.distcp").write_bytes(content)
+    return checkpoint.complete(run_dir, step, extra or {}, metric=metric, layout={"sizes": 1}, config_hash="abc")
+
+
+def names(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_a_completed_checkpoint_has_its_manifest_and_gives_back_what_was_added(tmp_path):
+    extra = {"progress": {"step": 20, "before": {"x": 0.5}}, "controller": b"\x00\xff"}
+    folder = write(tmp_path, 20, metric=0.25, extra=extra)
+    assert folder == tmp_path / "checkpoints" / "step-000020"
+    manifest = checkpoint.verify(folder)
+    assert (manifest.step, manifest.metric, manifest.config_hash, manifest.layout) == (20, 0.25, "abc", {"sizes": 1})
+    assert manifest.files == {
+        "policy/data.distcp": 7,
+        "extra/controller.bin": 2,
+        "extra/progress.json": len(json.dumps(extra["progress"])),
+    }
+    assert checkpoint.read_extra(folder) == extra
+    assert checkpoint.step_of(folder) == 20
+
+
+def test_the_latest_is_the_one_of_the_highest_step(tmp_path):
+    assert checkpoint.latest(tmp_path) is None
+    for step in (9, 100, 20):
+        write(tmp_path, step)
+    assert checkpoint.latest(tmp_path).name == "step-000100"
+
+
+def test_steps_beyond_six_digits_are_found(tmp_path):
+    write(tmp_path, 999999)
+    assert checkpoint.latest(tmp_path) is not None
+    write(tmp_path, 1000000)
+    assert checkpoint.latest(tmp_path).name == "step-1000000"
+
+
+def test_an_unfinished_checkpoint_is_never_read_and_cleared_by_the_next(tmp_path):
+    write(tmp_path, 1)
+    (checkpoint.begin(tmp_path, 2) / "half").write_bytes(b"x")
+    assert checkpoint.latest(tmp_path).name == "step-000001"
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+
+
+def test_a_failure_while_completing_leaves_the_older_checkpoint_as_the_latest(tmp_path):
+    write(tmp_path, 1)
+    checkpoint.begin(tmp_path, 2)
+    with pytest.raises(TypeError):
+        checkpoint.complete(tmp_path, 2, {"bad": object()}, metric=None, layout={}, config_hash="")
+    assert checkpoint.latest(tmp_path).name == "step-000001"
+    checkpoint.verify(checkpoint.latest(tmp_path))
+
+
+def test_writing_a_step_again_replaces_it(tmp_path):
+    write(tmp_path, 5, content=b"old")
+    folder = write(tmp_path, 5, content=b"newer")
+    assert (folder / "policy" / "data.distcp").read_bytes() == b"newer"
+    write(tmp_path, 6)
+    assert names(tmp_path) == ["step-000005", "step-000006"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "policy/data.distcp").unlink(), r"policy/data\.distcp is missing.*step-000001"),
+        (lambda f: (f / "policy/data.distcp").write_bytes(b"w"), r"data\.distcp has 1 bytes instead of 7.*step-000001"),
+        (lambda f: (f / "manifest.json").unlink(), r"manifest\.json cannot be read \(No such file.*step-000001"),
+        (lambda f: (f / "manifest.json").write_text('{"step": 1'), r"manifest\.json is not a manifest.*step-000001"),
+        (lambda f: (f / "manifest.json").write_text("[]"), r"manifest\.json is not a manifest.*step-000001"),
+    ],
+)
+def test_damage_is_named_with_the_checkpoint_to_go_on_from(tmp_path, damage, message):
+    write(tmp_path, 1)
+    folder = write(tmp_path, 2)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.verify(folder)
+
+
+def test_damage_of_the_only_checkpoint_says_to_start_again(tmp_path):
+    folder = write(tmp_path, 2)
+    (folder / "policy/data.distcp").unlink()
+    with pytest.raises(CheckpointError, match="to start again"):
+        checkpoint.verify(folder)
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    for step, metric in ((1, 0.1), (2, 0.9), (3, None), (4, 0.9), (5, 0.2), (6, 0.3)):
+        write(tmp_path, step, metric)
+    checkpoint.prune(tmp_path, keep_last=2, keep_best=True)
+    assert names(tmp_path) == ["step-000004", "step-000005", "step-000006"]
+    checkpoint.prune(tmp_path, keep_last=1, keep_best=False)
+    assert names(tmp_path) == ["step-000006"]
+
+
+def test_pruning_interrupted_halfway_leaves_no_damaged_checkpoint(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+
+    def die(path):
+        os.unlink(path / "policy" / "data.distcp")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.prune(tmp_path, keep_last=1, keep_best=False)
+    assert checkpoint.latest(tmp_path).name == "step-000002"
+    assert not (tmp_path / "checkpoints" / "step-000001").exists()
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_checkpoints_of_an_abandoned_future_are_discarded(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    checkpoint.discard_after(tmp_path, 1)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_other_names_are_not_checkpoints(tmp_path):
+    write(tmp_path, 1)
+    (tmp_path / "checkpoints" / "step-000002.bak").mkdir()
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    assert checkpoint.latest(tmp_path).name == "step-000001"
+    with pytest.raises(CheckpointError, match="step-NNNNNN"):
+        checkpoint.step_of(tmp_path / "notes")
