@@ -38,7 +38,7 @@ OPEN_PATHS = ("/health", "/ready")
 
 def create_app(service: Service, options: EmbeddedOptions, model_info: dict[str, Any]) -> FastAPI:
     """The application. `model_info` holds what /model_info says of the model beyond its path and version."""
-    app = FastAPI(title="megatron_rl embedded engine", version=__version__)
+    app = FastAPI(title="megatron_rl embedded engine", version=__version__, strict_content_type=False)
     if options.api_key is not None:
         app.add_middleware(_BearerToken, api_key=options.api_key)
     _add_error_handlers(app)

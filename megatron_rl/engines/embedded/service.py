@@ -82,7 +82,7 @@ class Service:
                     await self._compute(call)
         finally:
             watch.cancel()
-            self._release_rids(call.requests)
+            self._release_rids(call)
         return None if call.abandoned else self._answer(call, time.perf_counter() - start)
 
     async def _compute(self, call: GenerateCall) -> None:
@@ -108,7 +108,7 @@ class Service:
     async def _abort_after(self, disconnected: Callable[[], Awaitable[Any]], call: GenerateCall) -> None:
         await disconnected()
         call.abandoned = True
-        self._release_rids(call.requests)
+        self._release_rids(call)
         mine = set(call.requests)
         self._scheduler.call(lambda: self._scheduler.abort(lambda request: request in mine))
 
@@ -118,11 +118,10 @@ class Service:
             raise BadRequest(f"Duplicate request ID detected: {used[0]} is still being generated.")
         self._rids |= dict.fromkeys((r.rid for r in call.requests), call)
 
-    def _release_rids(self, requests: Sequence[Request]) -> None:
-        """Only if still theirs: after an abort a retry may have claimed them already."""
-        for request in requests:
-            owner = self._rids.get(request.rid)
-            if owner is not None and request in owner.requests:
+    def _release_rids(self, call: GenerateCall) -> None:
+        """Only those that are still its own: after an abort a retry may have claimed them already."""
+        for request in call.requests:
+            if self._rids.get(request.rid) is call:
                 del self._rids[request.rid]
 
     def _answer(self, call: GenerateCall, seconds: float) -> Any:
