@@ -118,13 +118,14 @@ def main() -> None:
     """Entry point: an expected failure is one message and exit code 1 (or 2 for a wrong configuration)."""
     from megatron_rl.cluster.local import RunFailed
     from megatron_rl.cluster.run_dir import RunDirError
+    from megatron_rl.monitor.report_data import ReportError
 
     try:
         app()
     except ConfigError as error:
         errors.print(f"[bold red]error:[/] {_plain(error)}")
         sys.exit(2)
-    except (RunFailed, RunDirError) as error:
+    except (RunFailed, RunDirError, ReportError) as error:
         errors.print(f"[bold red]error:[/] {_plain(error)}")
         sys.exit(1)
 
