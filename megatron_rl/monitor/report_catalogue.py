@@ -22,6 +22,8 @@ class Line:
     markers: bool = False
     """Sparse points (evaluations) that deserve a mark each; never smoothed."""
     dash: str = "solid"
+    unless_zero: bool = False
+    """Left out while it is 0 throughout (a feature that is off)."""
 
 
 Lines = tuple[Line, ...]
@@ -39,8 +41,11 @@ class Chart:
     y_format: str = ""
     y_range: tuple[float, float] | None = None
     y_log: bool = False
+    y_at_least: float | None = None
+    """The axis reaches this value even when the data does not, so that noise near zero looks small."""
     right: str = ""
     right_format: str = ""
+    right_at_least: float | None = None
     x: str = "step"
 
 
@@ -52,7 +57,7 @@ def _pass_at_k(data: RunData) -> Lines:
 
 def _components(data: RunData) -> Lines:
     known = ("mean", "std", "std_within_group", "min", "max", "correctness", "errors")
-    names = [name for name in data.series if name.startswith("reward/") and name.split("/", 1)[1] not in known]
+    names = sorted(name for name in data.series if name.startswith("reward/") and name.split("/", 1)[1] not in known)
     return tuple(Line(name, name.split("/", 1)[1], i % 6) for i, name in enumerate(names)) if len(names) > 1 else ()
 
 
@@ -118,6 +123,7 @@ CHARTS: tuple[Chart, ...] = (
         "tokens",
         right="share truncated",
         right_format=".0%",
+        right_at_least=0.1,
     ),
     Chart(
         "Responses",
@@ -145,10 +151,11 @@ CHARTS: tuple[Chart, ...] = (
         (
             Line("policy/clip_fraction_high", "clipped high", 0),
             Line("policy/clip_fraction_low", "clipped low", 1),
-            Line("policy/clip_fraction_dual", "dual clip", 3),
+            Line("policy/clip_fraction_dual", "dual clip", 3, unless_zero=True),
         ),
         "share of tokens",
         ".1%",
+        y_at_least=0.02,
     ),
     Chart(
         "Updates",

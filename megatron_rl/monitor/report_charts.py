@@ -32,9 +32,8 @@ def build_charts(data: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     """The charts that have data, as dictionaries for the page, and the titles of those that have none."""
     charts, missing = [], []
     for chart in CHARTS:
-        lines = [
-            line for line in (chart.lines(data) if callable(chart.lines) else chart.lines) if data.get(line.metric)
-        ]
+        wanted = chart.lines(data) if callable(chart.lines) else chart.lines
+        lines = [line for line in wanted if _has_data(line, data)]
         if lines:
             charts.append(_drawn(chart, lines, data))
         else:
@@ -46,9 +45,14 @@ def build_charts(data: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     return [*charts[:speed], phases, *charts[speed:]], missing
 
 
+def _has_data(line: Line, data: RunData) -> bool:
+    series = data.get(line.metric)
+    return bool(series) and not (line.unless_zero and not any(series.y))
+
+
 def _drawn(chart: Chart, lines: list[Line], data: RunData) -> dict[str, Any]:
     traces = [trace for line in lines for trace in _traces(line, data, chart)]
-    axis: dict[str, Any] = {"title": {"text": chart.y}, "tickformat": chart.y_format, "rangemode": "tozero"}
+    axis = _axis(chart.y, chart.y_format, chart.y_at_least)
     if chart.y_range is not None:
         axis |= {"range": [chart.y_range[0] - 0.02, chart.y_range[1] + 0.02]}
     decades = _decades([trace["y"] for trace in traces]) if chart.y_log else None
@@ -56,9 +60,15 @@ def _drawn(chart: Chart, lines: list[Line], data: RunData) -> dict[str, Any]:
         axis |= {"type": "log", "range": decades, "dtick": 1}
     layout: dict[str, Any] = {"yaxis": axis, "xaxis": {"title": {"text": chart.x}}}
     if any(line.right for line in lines):
-        right = {"title": {"text": chart.right}, "tickformat": chart.right_format, "rangemode": "tozero"}
-        layout["yaxis2"] = right | {"tickmode": "auto"}
-    return _card(chart.section, chart.title, chart.healthy, [line.metric for line in lines], traces, layout)
+        layout["yaxis2"] = _axis(chart.right, chart.right_format, chart.right_at_least) | {"tickmode": "auto"}
+    card = _card(chart.section, chart.title, chart.healthy, [line.metric for line in lines], traces, layout)
+    # A line that is alone because others have no data still needs its name.
+    return card | {"legend": card["legend"] or (not callable(chart.lines) and len(chart.lines) > 1)}
+
+
+def _axis(title: str, tick_format: str, at_least: float | None) -> dict[str, Any]:
+    axis: dict[str, Any] = {"title": {"text": title}, "tickformat": tick_format, "rangemode": "tozero"}
+    return axis if at_least is None else axis | {"autorangeoptions": {"include": at_least}}
 
 
 def _decades(columns: list[list[float | None]]) -> list[int] | None:

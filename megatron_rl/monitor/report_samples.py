@@ -1,14 +1,14 @@
 """Chooses which samples a report shows and cuts them to a bounded size; how they are laid out is in the template.
 
-Steps are spread evenly over the run (first and last included), samples evenly over the rewards of a step, so that the
-page of a long run still shows good, middling and bad answers from its beginning to its end.
+Steps are spread evenly over the run (first and last included), groups evenly over the mean rewards of a step, samples
+evenly over the rewards of a group: a page of bounded size still shows easy and hard prompts, and for each of them good
+and bad answers side by side, from the beginning of a run to its end.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,19 +65,40 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _step(step: int, rows: list[dict[str, Any]], count: int) -> dict[str, Any]:
-    rewards = [_number(row.get("reward")) for row in rows]
-    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        groups[row.get("group_id")].append(row)
-    by_reward = sorted(range(len(rows)), key=lambda i: (rewards[i] if rewards[i] is not None else -math.inf, i))
-    chosen = sorted(spread(by_reward, count), key=lambda i: (str(rows[i].get("group_id")), i))
-    known = [reward for reward in rewards if reward is not None]
+        groups.setdefault(row.get("group_id"), []).append(row)
+    known = [reward for row in rows if (reward := _number(row.get("reward"))) is not None]
     return {
         "step": step,
         "total": len(rows),
         "mean": sum(known) / len(known) if known else None,
-        "samples": [_sample(rows[i], groups[rows[i].get("group_id")]) for i in chosen],
+        "samples": [_sample(row, group) for group, chosen in _choose(list(groups.values()), count) for row in chosen],
     }
+
+
+Rows = list[dict[str, Any]]
+
+
+def _choose(groups: list[Rows], count: int) -> list[tuple[Rows, Rows]]:
+    """About sqrt(count) groups (more when groups are small) and what is shown of each, at most `count` rows in all."""
+    largest = max(len(group) for group in groups)
+    number = min(len(groups), max(math.ceil(math.sqrt(count)), math.ceil(count / largest)))
+    order = spread(sorted(range(len(groups)), key=lambda i: (_mean_reward(groups[i]), i)), number)
+    shares = [count // number + (i < count % number) for i in range(number)]
+    return [
+        (groups[index], spread(sorted(groups[index], key=_reward), share))
+        for index, share in zip(sorted(order), shares, strict=True)
+    ]
+
+
+def _reward(row: dict[str, Any]) -> float:
+    reward = _number(row.get("reward"))
+    return -math.inf if reward is None else reward
+
+
+def _mean_reward(group: Rows) -> float:
+    return sum(_reward(row) for row in group) / len(group)
 
 
 def _sample(row: dict[str, Any], group: list[dict[str, Any]]) -> dict[str, Any]:

@@ -142,9 +142,11 @@ def test_samples_are_spread_over_the_run_and_bounded(run_dir: Path, page: Page) 
     assert max(len(s["response"]) for step in train for s in step["samples"]) < MAX_RESPONSE + 100
     long = next(s["response"] for s in train[-1]["samples"] if s["response"].startswith("long"))
     assert "[... 92,000 characters left out ...]" in long
-    for step in train:  # the worst and the best of the step are among those shown
-        rewards = [sample["reward"] for sample in step["samples"]]
-        assert min(rewards) < step["mean"] <= max(rewards)
+    for step in train:  # several answers to each of several prompts, worst and best of a group among them
+        groups = [sample["group_id"] for sample in step["samples"]]
+        assert sorted(set(groups)) == [f"{step['step']:06d}-{group:04d}" for group in range(4)]
+        assert groups == sorted(groups)
+    assert {-0.5, 1.6} < {sample["reward"] for sample in train[-1]["samples"]}
     small = Page(build_report(run_dir, max_steps=2, samples_per_step=3))
     assert [(s["step"], len(s["samples"])) for s in small.data["samples"]["train"]] == [(1, 3), (44, 3)]
     assert [s["step"] for s in small.data["samples"]["eval"]] == [0, 44]
@@ -277,6 +279,17 @@ def test_long_series_are_thinned_and_keep_their_last_point() -> None:
     assert len(thin.x) <= 1200
     assert (thin.x[-1], thin.y[-1]) == (5000, 5000.0)
     assert thinned(Series([1], [None])) == Series([1], [None])
+
+
+def test_a_line_whose_feature_is_off_is_left_out_and_a_lonely_line_keeps_its_name(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    clip = {"policy/clip_fraction_high": 0.01, "policy/clip_fraction_low": 0.0, "policy/clip_fraction_dual": 0.0}
+    log.write(1, {**clip, "policy/kl_old": 0.001, "policy/entropy": 0.5})
+    log.close()
+    page = Page(build_report(tmp_path))
+    assert [trace["name"] for trace in page.chart("Clip fraction")["traces"]] == ["clipped high", "clipped low"]
+    assert page.chart("KL divergence")["legend"]
+    assert not page.chart("Entropy")["legend"]
 
 
 def test_the_moving_average_follows_a_line_without_lag_and_skips_gaps() -> None:
