@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from megatron_rl.config import Config, ConfigError, Plan, check, dump, load_config, make_plan
+from megatron_rl.config import Config, ConfigError, Plan, dump, load_config, make_plan
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models on Megatron-Core, with SGLang generation.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -39,9 +41,10 @@ def train(
     Example: megatron-rl train configs/quickstart.yaml run_dir=runs/first steps=20
     """
     from megatron_rl.cluster.local import run_local
+    from megatron_rl.preflight import check_inputs
 
     cfg = load_config(config, overrides or ())
-    hf = check(cfg)
+    hf = check_inputs(cfg)
     if dry_run:
         _print_plan(cfg, make_plan(cfg, hf))
         return
@@ -115,23 +118,23 @@ def _print_plan(cfg: Config, plan: Plan) -> None:
 
 
 def main() -> None:
-    """Entry point: an expected failure is one message and exit code 1 (or 2 for a wrong configuration)."""
+    """Entry point: an expected failure is one message and exit code 1 (2 when nothing was started for it)."""
     from megatron_rl.cluster.local import RunFailed
     from megatron_rl.cluster.run_dir import RunDirError
     from megatron_rl.monitor.report_data import ReportError
+    from megatron_rl.preflight import INPUT_ERRORS
 
     try:
         app()
-    except ConfigError as error:
-        errors.print(f"[bold red]error:[/] {_plain(error)}")
-        sys.exit(2)
+    except (ConfigError, *INPUT_ERRORS) as error:
+        _fail(error, 2)
     except (RunFailed, RunDirError, ReportError) as error:
-        errors.print(f"[bold red]error:[/] {_plain(error)}")
-        sys.exit(1)
+        _fail(error, 1)
 
 
-def _plain(error: Exception) -> str:
-    return str(error).replace("[", "\\[")
+def _fail(error: Exception, code: int) -> NoReturn:
+    errors.print(Text.assemble(("error: ", "bold red"), str(error)))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

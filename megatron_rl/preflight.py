@@ -1,0 +1,31 @@
+"""What can be checked of a run's inputs before any of its processes starts: prompts, tokenizer, verifiers.
+
+Seconds on the login node instead of an error after hours in the queue. The configuration itself is checked in `config`.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.config import Config, HfConfig, check
+from megatron_rl.data import DataError, PromptDataset
+from megatron_rl.rewards.registry import RewardError, load_verifier
+from megatron_rl.rollout.controller import Prompts
+
+INPUT_ERRORS = (DataError, RewardError)
+"""What a wrong input raises, beside `ConfigError`; each message is complete."""
+
+
+def check_inputs(cfg: Config) -> HfConfig:
+    """Read every prompt, tokenise it and measure it; load every verifier. Returns the model's facts.
+
+    Raises:
+        ConfigError: a value that cannot run, with all others found.
+        DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, no chat template.
+        RewardError: an unknown verifier, or one that cannot be called as the configuration says.
+    """
+    hf = check(cfg)
+    Prompts(cfg)
+    if cfg.sft.data is not None:
+        PromptDataset.load(cfg.sft.data, require=("target",))
+    for component in cfg.reward.components:
+        load_verifier(component.name, component.args)
+    return hf

@@ -1,0 +1,56 @@
+"""Real runs of the command line on tiny inputs, for the tests beside this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left behind."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl that belong to an RL step."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in rows if "policy/loss" in row]
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """The JSON behind RESULT on the last line."""
+        last = self.output.strip().splitlines()[-1]
+        assert last.startswith("RESULT "), self.output
+        return json.loads(last.removeprefix("RESULT "))
+
+
+def make_inputs(folder: Path, seed: int = 1, **options: Any) -> Path:
+    """Tiny model, tokenizer and prompts, as the quickstart makes them."""
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    command = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), "--out", str(folder), "--seed", str(seed)]
+    subprocess.run([*command, *words], check=True, capture_output=True, timeout=120)
+    return folder
+
+
+def train(folder: Path, inputs: Path, *words: str, config: Path = QUICKSTART, timeout: float = 400) -> FinishedRun:
+    """`megatron-rl train` to its end. `words`: overrides and options."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(config), f"run_dir={folder}"]
+    command += [f"vars.inputs={inputs}", "logging.console=plain", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, env=environment
+    )
+    return FinishedRun(done.returncode, done.stdout, folder)

@@ -1,0 +1,174 @@
+"""The whole circle from one command: engine, controller and TP2 trainer as real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.monitor.metric_names import undocumented
+
+from .runs import QUICKSTART, ROOT, FinishedRun, make_inputs, train
+
+pytestmark = pytest.mark.e2e
+SHORT = (
+    "sft.max_steps=10",
+    "sft.stop_value=null",
+    "rollout.groups_per_step=8",
+    "rollout.group_size=4",
+    "rollout.dynamic_sampling=off",
+    "eval.prompts=32",
+    "eval.every=2",
+    "checkpoint.every=1",
+    "algorithm.preset=grpo",  # with a reference model
+    # So early only the format differs between the samples of a group.
+    "reward.components=[{name: sorting, correctness: true}, {name: sorting_format}]",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=256, eval_prompts=64, sft_prompts=256)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> FinishedRun:
+    """Three steps at TP2."""
+    folder = tmp_path_factory.mktemp("run with spaces") / "run"
+    finished = train(folder, inputs, "steps=3", *SHORT)
+    assert finished.code == 0, finished.output
+    return finished
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name this run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(folder) in line and int(entry.name) != os.getpid():
+            found.append(line)
+    return found
+
+
+def test_three_steps_at_tp2_are_written_down(run: FinishedRun) -> None:
+    assert [row["step"] for row in run.steps] == [1, 2, 3]
+    assert run.result["steps"] == 3
+    assert run.result["pass_at_1_before"] is not None
+    assert (run.folder / "report.html").stat().st_size > 10_000
+    assert list((run.folder / "tensorboard").iterdir())
+
+
+def test_every_metric_of_a_run_is_documented(run: FinishedRun) -> None:
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented({name for row in rows for name in row}) == []
+
+
+def test_engine_and_trainer_agree_after_every_weight_update(run: FinishedRun) -> None:
+    """The engine's log-probs are those of the weights that the trainer had just published."""
+    assert [row["gap/max_abs"] <= 1e-4 for row in run.steps] == [True] * 3
+    assert all(row["policy/kl_reference"] >= 0 for row in run.steps)
+    assert run.steps[-1]["policy/kl_reference"] > run.steps[0]["policy/kl_reference"]
+
+
+def test_the_update_is_seen_in_the_weights_and_in_the_samples(run: FinishedRun) -> None:
+    files = sorted((run.folder / "weights").glob("v*/model.safetensors"))
+    assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files}) == len(files) == 2
+    for step in range(3):
+        table = pq.read_table(run.folder / "rollouts" / f"step-{step:06d}.parquet")
+        assert set(table["weight_version_first"].to_pylist()) == {step}
+        assert set(table["weight_version_last"].to_pylist()) == {step}
+
+
+def test_the_dump_holds_what_was_sampled_and_how_it_was_judged(run: FinishedRun) -> None:
+    table = pq.read_table(run.folder / "rollouts" / "step-000001.parquet")
+    rows = table.to_pylist()
+    assert len(rows) == 8 * 4
+    for row in rows:
+        digits = "".join(c for c in row["prompt"] if c.isdigit())
+        assert row["correctness"] == float(row["response"] == "".join(sorted(digits))), row
+
+
+def test_nothing_of_the_run_is_left_running(run: FinishedRun) -> None:
+    assert processes_of(run.folder) == []
+
+
+def test_a_finished_run_is_not_overwritten(run: FinishedRun, inputs: Path) -> None:
+    again = train(run.folder, inputs, "steps=3", *SHORT)
+    assert again.code == 1
+    assert "add --resume" in again.output
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_at_another_layout(run: FinishedRun, inputs: Path) -> None:
+    layout = ("parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2")
+    resumed = train(run.folder, inputs, "steps=4", *SHORT, *layout, "--resume")
+    assert resumed.code == 0, resumed.output
+    assert [row["step"] for row in resumed.steps] == [1, 2, 3, 4]
+    assert resumed.steps[-1]["gap/max_abs"] <= 1e-4
+    assert resumed.result["pass_at_1_before"] == run.result["pass_at_1_before"]
+    assert "warm-up" not in resumed.output
+
+
+def test_term_saves_the_run_and_ends_it_with_75(tmp_path: Path, inputs: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(QUICKSTART), f"run_dir={folder}"]
+    command += [f"vars.inputs={inputs}", "logging.console=plain", "steps=1000", *SHORT, "checkpoint.every=0"]
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        deadline = time.monotonic() + 240
+        while "RL 1/1000" not in (tmp_path / "output").read_text():
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 75, (tmp_path / "output").read_text()
+    saved = [p.name for p in (folder / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert saved[0].startswith("step-")
+    assert processes_of(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("optimizer.lr_warmup=1", "optimizer.lr_warmup: unknown key; did you mean optimizer.lr_warmup_steps?"),
+        ("parallel.world_size=3", "world_size=3, but tensor 2"),
+        ("rollout.max_prompt_tokens=4", "rollout.max_prompt_tokens=4"),
+        ("reward.components=[{name: nothing}]", "nothing"),
+    ],
+)
+def test_what_cannot_run_ends_in_seconds_with_one_message(
+    tmp_path: Path, inputs: Path, word: str, expected: str
+) -> None:
+    refused = train(tmp_path / "run", inputs, word, timeout=120)
+    assert refused.code in (1, 2)
+    assert expected in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_a_bad_prompt_line_is_named_with_file_and_line(tmp_path: Path, inputs: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": \n')
+    refused = train(tmp_path / "run", inputs, f"data.prompts={bad}", timeout=120)
+    assert refused.code in (1, 2)
+    assert f"{bad}:2" in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_a_dry_run_starts_nothing(tmp_path: Path, inputs: Path) -> None:
+    dry = train(tmp_path / "run", inputs, "--dry-run")
+    assert dry.code == 0
+    assert "trainer ranks" in dry.output
+    assert not (tmp_path / "run").exists()
