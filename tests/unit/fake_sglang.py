@@ -41,8 +41,8 @@ def good_batch(body: Body) -> list[Body]:
 class FakeEngine:
     """Listens on a free loopback port while the `async with` block runs.
 
-    `answers` are used up one per /generate; after them every request is answered well. `control` maps a path to the
-    (status, body) of its answer; others succeed. `requests` records (path, body) of all that came.
+    `answers` are used up one per /generate; after them comes `always`, a good answer unless it is set. `control` maps a
+    path to the (status, body) of its answer; others succeed. `requests` records (path, body) of all that came.
     """
 
     def __init__(self, *answers: Answer, control: dict[str, tuple[int, Any]] | None = None) -> None:
@@ -50,6 +50,7 @@ class FakeEngine:
         self.requests: list[tuple[str, Body]] = []
         self.loaded = "default"
         self.closing = asyncio.Event()
+        self.always: Answer = changed(lambda _: None)
 
     async def __aenter__(self) -> FakeEngine:
         app = web.Application()
@@ -76,14 +77,12 @@ class FakeEngine:
             status, answer = self._control[request.path]
             return web.json_response(answer, status=status)
         if request.path == "/generate":
-            if self._answers:
-                try:
-                    return await self._answers.pop(0)(body)
-                except ConnectionResetError:
-                    assert request.transport is not None
-                    request.transport.abort()
-                    return web.Response()
-            return web.json_response(good_batch(body))
+            try:
+                return await (self._answers.pop(0) if self._answers else self.always)(body)
+            except ConnectionResetError:
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
         return web.json_response(self._succeed(request.path, body))
 
     def _succeed(self, path: str, body: Body) -> Any:

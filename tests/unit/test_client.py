@@ -168,7 +168,7 @@ def test_a_refusal_is_never_sent_again_and_its_message_is_carried(status):
 def test_a_request_that_gets_no_answer_ends_at_its_deadline_and_is_aborted():
     async def run() -> tuple[Any, FakeEngine]:
         engine = FakeEngine()
-        engine._answers.append(engine.hang())
+        engine.always = engine.hang()
         async with engine, client_of(engine, request_timeout_s=0.2) as client:
             outcome = await asyncio.gather(client.generate(group(), SETTINGS), return_exceptions=True)
             return outcome[0], engine
@@ -183,7 +183,7 @@ def test_a_request_that_gets_no_answer_ends_at_its_deadline_and_is_aborted():
 def test_a_cancelled_request_is_aborted_at_the_engine():
     async def run() -> FakeEngine:
         engine = FakeEngine()
-        engine._answers.append(engine.hang())
+        engine.always = engine.hang()
         async with engine, client_of(engine) as client:
             task = asyncio.create_task(client.generate(group(), SETTINGS))
             while not engine.requests:

@@ -1,0 +1,93 @@
+"""A controller in a thread of the test process, and what it needs: prompts and a configuration. Holds no tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config, validate
+from megatron_rl.rollout.controller import serve
+from megatron_rl.rollout.endpoint import controller_file
+
+HOOK = "tests.unit.rollout_hooks:even_count"
+
+
+def write_prompts(path: Path, count: int, stem: str = "p") -> Path:
+    """`count` prompts of two digits each."""
+    lines = [{"id": f"{stem}{i}", "prompt": f"{i:02d}", "answer": str(i), "source": f"s{i % 2}"} for i in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def config(run_dir: Path, model: Path, urls: list[str], **sections: dict[str, Any]) -> Config:
+    """A small run; `sections` are merged into it key by key, other names are keys at the top."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    values: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "seed": 3,
+        "steps": 4,
+        "deterministic": True,
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"prompts": str(write_prompts(run_dir / "prompts.jsonl", 40))},
+        "engine": {"urls": urls},
+        "reward": {"components": [{"name": HOOK, "correctness": True}], "workers": 1},
+        "rollout": {
+            "groups_per_step": 4,
+            "group_size": 4,
+            "max_prompt_tokens": 40,
+            "max_response_tokens": 8,
+            "request_timeout_s": 60,
+            "step_timeout_s": 120,
+            "dynamic_sampling": "refill",
+        },
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    return validate(values)
+
+
+@contextmanager
+def running_controller(cfg: Config) -> Iterator[None]:
+    """Serve `cfg` while the block runs; raises what the controller raised."""
+    shutdown: asyncio.Event | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+    failures: list[BaseException] = []
+    began = threading.Event()
+
+    async def main() -> None:
+        nonlocal shutdown, loop
+        shutdown, loop = asyncio.Event(), asyncio.get_running_loop()
+        began.set()
+        await serve(cfg, "127.0.0.1", shutdown)
+
+    def target() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=target, name="controller")
+    thread.start()
+    assert began.wait(10)
+    try:
+        deadline = time.monotonic() + 60
+        while not controller_file(cfg.run_dir).exists() and thread.is_alive():
+            assert time.monotonic() < deadline, "the controller did not publish itself"
+            time.sleep(0.01)
+        if thread.is_alive():
+            yield
+    finally:
+        assert loop is not None
+        assert shutdown is not None
+        if thread.is_alive():
+            loop.call_soon_threadsafe(shutdown.set)
+        thread.join(30)
+        assert not thread.is_alive(), "the controller did not end"
+    if failures:
+        raise failures[0]

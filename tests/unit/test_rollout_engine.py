@@ -1,0 +1,275 @@
+"""Controller, client and trainer's side together with a real engine: one server, started once for this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config import Config, dump
+from megatron_rl.rollout import ControllerClient, ControllerError, EngineControl, RolloutShard, RolloutTable
+from megatron_rl.rollout.endpoint import controller_file
+from tests.tiny import tiny_model
+from tests.unit.rollout_rig import config, running_controller, write_prompts
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "m", vocab_size=64, layers=1, max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a deterministic engine."""
+    folder = tmp_path_factory.mktemp("engine")
+    endpoint = folder / "engine.json"
+    words = ["--model", str(model), "--endpoint-file", str(endpoint), "--deterministic"]
+    words += ["--max-running-requests", "32", "--context-length", "64"]
+    with open(folder / "log", "wb") as log:
+        argv = [sys.executable, "-m", "megatron_rl.engines.serve", *words]
+        process = subprocess.Popen(argv, env=ENV, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not endpoint.exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, "the engine did not start"
+            time.sleep(0.05)
+        yield json.loads(endpoint.read_text())["url"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def publish(engine: str, model: Path, client: ControllerClient, version: int) -> None:
+    EngineControl([engine], timeout_s=60).update_from_disk(model, version)
+    client.set_weights_version(version)
+
+
+def sampled(
+    engine: str, model: Path, client: ControllerClient, first: int, last: int
+) -> list[tuple[RolloutTable, RolloutShard]]:
+    """Play the trainer for some steps; the weights stay as they are, under new versions."""
+    found = []
+    for step in range(first, last):
+        publish(engine, model, client, step)
+        client.wait_ready(step, timeout_s=120)
+        table = client.table(step)
+        found.append((table, client.samples(step, table.sample_index)))
+        client.done(step)
+    return found
+
+
+def same(a: tuple[RolloutTable, RolloutShard], b: tuple[RolloutTable, RolloutShard]) -> bool:
+    return a[0].sample_ids == b[0].sample_ids and all(
+        np.array_equal(getattr(a[1], name), getattr(b[1], name))
+        for name in ("tokens", "offsets", "behaviour_log_probs")
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_run(engine: str, model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Three uninterrupted steps: (configuration, what was sampled in each)."""
+    cfg = config(tmp_path_factory.mktemp("whole"), model, [engine])
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        return cfg, sampled(engine, model, client, 0, 3)
+
+
+def test_a_step_brings_exactly_the_wanted_informative_groups_with_tokens_masks_and_log_probs(whole_run):
+    cfg, steps = whole_run
+    for step, (table, shard) in enumerate(steps):
+        assert len(table) == cfg.rollout.groups_per_step * cfg.rollout.group_size
+        assert table.informative.all()
+        assert table.valid.all()
+        assert table.sample_ids == sorted(table.sample_ids) == shard.sample_ids
+        assert set(table.version_first) == set(table.version_last) == {step}
+        assert np.array_equal(np.diff(shard.offsets), table.prompt_length + table.response_length)
+        assert np.array_equal(np.add.reduceat(shard.mask, shard.offsets[:-1]), table.trainable_tokens)
+        assert np.array_equal(table.trainable_tokens, table.response_length)
+        assert (shard.behaviour_log_probs[shard.mask] < 0).all()
+        assert not shard.behaviour_log_probs[~shard.mask].any()
+        assert ((shard.tokens >= 0) & (shard.tokens < 64)).all()
+        assert table.truncated.tolist() == (table.response_length == cfg.rollout.max_response_tokens).tolist()
+        for group in range(cfg.rollout.groups_per_step):
+            assert len(set(table.correctness[table.group_index == group])) == 2
+
+
+def test_no_prompt_is_drawn_twice_before_all_were_drawn(whole_run):
+    _, steps = whole_run
+    groups = [name[:10] for table, _ in steps for name in table.sample_ids[::4]]
+    assert len(groups) == len(set(groups))
+
+
+def test_the_same_seed_samples_the_same_tokens_again_and_another_seed_others(whole_run, engine, model, tmp_path):
+    _, first = whole_run
+    cfg = config(tmp_path / "again", model, [engine])
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        again = sampled(engine, model, client, 0, 2)
+    other_cfg = config(tmp_path / "other", model, [engine], seed=4)
+    with running_controller(other_cfg), ControllerClient(other_cfg.run_dir) as client:
+        other = sampled(engine, model, client, 0, 1)
+    assert same(first[0], again[0])
+    assert same(first[1], again[1])
+    assert not same(first[0], other[0])
+
+
+def test_a_controller_that_is_restored_goes_on_as_if_nothing_had_happened(whole_run, engine, model, tmp_path):
+    _, whole = whole_run
+    cfg = config(tmp_path, model, [engine])
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        sampled(engine, model, client, 0, 2)
+        state = client.get_state()
+        publish(engine, model, client, 2)
+        client.wait_ready(2, timeout_s=120)  # sampled, but the run dies before it is trained on
+        client.done(2)
+    later = tmp_path / "rollouts" / "step-000002.parquet"
+    assert later.exists()
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        client.put_state(state)
+        assert not later.exists()
+        with pytest.raises(ControllerError, match="only into one that has just started"):
+            client.put_state(state)
+        assert client.step_status(1).status == "stopped"
+        resumed = sampled(engine, model, client, 2, 3)
+    assert same(whole[2], resumed[0])
+
+
+def test_the_dump_of_a_step_holds_every_sample_looked_at_and_says_which_were_trained_on(whole_run):
+    cfg, steps = whole_run
+    seen = set()
+    for step, (table, shard) in enumerate(steps):
+        rows = pq.read_table(Path(cfg.run_dir) / "rollouts" / f"step-{step:06d}.parquet").to_pylist()
+        trained = [r for r in rows if r["trained"]]
+        assert [r["sample_id"] for r in trained] == table.sample_ids
+        assert [r["reward"] for r in trained] == table.reward.tolist()
+        assert {r["step"] for r in rows} == {step}
+        assert all(
+            len({o["correctness"] for o in rows if o["group_id"] == r["group_id"]}) == 1
+            for r in rows
+            if not r["trained"]
+        )
+        assert {r["weight_version_first"] for r in rows} == {step}
+        first = trained[0]
+        assert first["prompt"].startswith("<|im_start|>user\n")
+        assert json.loads(first["components"]) == {cfg.reward.components[0].name: first["correctness"]}
+        assert first["source"] in ("s0", "s1")
+        log_probs = shard.behaviour_log_probs[: shard.offsets[1]][shard.mask[: shard.offsets[1]]]
+        assert first["log_prob_mean"] == pytest.approx(float(log_probs.mean()))
+        assert not seen & {r["group_id"] for r in rows}
+        seen |= {r["group_id"] for r in rows}
+    assert seen == set(range(len(seen)))  # in deterministic mode prompts are used up in order
+
+
+def test_an_evaluation_asks_the_same_questions_every_time(engine, model, tmp_path):
+    held_out = write_prompts(tmp_path / "held-out.jsonl", 6, "e")
+    cfg = config(
+        tmp_path, model, [engine], data={"eval_prompts": str(held_out)}, eval={"samples_per_prompt": 4, "ks": [1, 2, 4]}
+    )
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        found = client.evaluate(step=0, prompts=5, samples_per_prompt=4)
+        again = client.evaluate(step=10, prompts=5, samples_per_prompt=4, label="again")
+        greedy = client.evaluate(step=11, prompts=99, temperature=0.0, max_response_tokens=3)
+    assert found == again
+    assert 0 <= found["eval/pass_at_1_low"] <= found["eval/pass_at_1"] <= found["eval/pass_at_1_high"] <= 1
+    assert found["eval/pass_at_1"] <= found["eval/pass_at_2"] <= found["eval/pass_at_4"]
+    assert (found["eval/prompts"], found["eval/samples"]) == (5, 20)
+    assert (greedy["eval/prompts"], greedy["eval/samples"]) == (6, 6)
+    assert greedy["eval/response_length_mean"] <= 3
+    rows = pq.read_table(tmp_path / "eval" / "step-000000.parquet").to_pylist()
+    assert len(rows) == 20
+    assert np.mean([r["correctness"] for r in rows]) == pytest.approx(found["eval/pass_at_1"])
+    assert (tmp_path / "eval" / "step-000010-again.parquet").exists()
+
+
+@pytest.mark.parametrize("mode", ["off", "mask"])
+def test_without_refill_uninformative_groups_stay_in_the_batch_and_mask_takes_them_out_of_the_loss(
+    mode, engine, model, tmp_path
+):
+    cfg = config(tmp_path, model, [engine], rollout={"dynamic_sampling": mode, "group_size": 2, "groups_per_step": 12})
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        table, shard = sampled(engine, model, client, 0, 1)[0]
+    assert table.sample_ids == [f"s{g:09d}-{k:03d}." for g in range(12) for k in range(2)]
+    varied = np.repeat([len(set(table.correctness[table.group_index == g])) == 2 for g in range(12)], 2)
+    assert table.informative.tolist() == varied.tolist()
+    assert 0 < varied.sum() < 24, "this seed should show both kinds"
+    expected = table.response_length * (varied | (mode == "off"))
+    assert table.trainable_tokens.tolist() == expected.tolist()
+    assert shard.mask.sum() == expected.sum()
+
+
+def test_overlong_responses_are_punished_filtered_and_shuffling_permutes_rewards_within_groups(engine, model, tmp_path):
+    rollout = {"dynamic_sampling": "off", "overlong_cache": 4, "overlong_scale": 0.5}
+    plain = config(tmp_path / "plain", model, [engine], rollout=rollout)
+    other = config(
+        tmp_path / "shuffled", model, [engine], rollout={**rollout, "overlong_filter": True}, reward={"shuffle": True}
+    )
+    tables = []
+    for cfg in (plain, other):
+        with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+            tables.append(sampled(engine, model, client, 0, 1)[0][0])
+    table, shuffled = tables
+    penalty = np.clip((table.response_length - 4) / 4, 0, 1) * -0.5
+    np.testing.assert_allclose(table.reward, table.correctness + penalty)
+    assert shuffled.sample_ids == table.sample_ids
+    pairs = [list(zip(t.reward.tolist(), t.correctness.tolist(), strict=True)) for t in tables]
+    assert pairs[0] != pairs[1]
+    for group in range(4):
+        members = slice(4 * group, 4 * group + 4)
+        assert sorted(pairs[0][members]) == sorted(pairs[1][members])
+    assert table.truncated.any()
+    assert (shuffled.trainable_tokens == np.where(table.truncated, 0, table.response_length)).all()
+
+
+def test_tokens_of_older_weights_fail_the_step_and_name_the_engine(engine, model, tmp_path):
+    EngineControl([engine], timeout_s=60).update_from_disk(model, 0)
+    cfg = config(tmp_path, model, [engine])
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        client.set_weights_version(0)
+        client.wait_ready(0, timeout_s=120)
+        client.done(0)
+        client.set_weights_version(1)  # the engine was not told
+        with pytest.raises(ControllerError) as caught:
+            client.wait_ready(1, timeout_s=120)
+    assert engine in str(caught.value)
+    assert "was sampled by weight version 0, but this step needs 1 or newer" in str(caught.value)
+
+
+def test_the_process_serves_until_it_is_asked_to_end_and_removes_its_address(engine, model, tmp_path):
+    cfg = config(tmp_path, model, [engine])
+    process = start_process(cfg)
+    try:
+        with ControllerClient(tmp_path, timeout_s=60) as client:
+            assert client.step_status(0).status == "waiting"
+            client.shutdown()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+    assert not controller_file(tmp_path).exists()
+
+
+def test_a_prompt_that_is_too_long_stops_the_process_at_once_with_file_and_line(engine, model, tmp_path):
+    cfg = config(tmp_path, model, [engine], rollout={"max_prompt_tokens": 5})
+    process = start_process(cfg)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "prompts.jsonl:1: the prompt has" in errors
+    assert "rollout.max_prompt_tokens=5" in errors
+    assert not controller_file(tmp_path).exists()
+
+
+def start_process(cfg: Config) -> subprocess.Popen[str]:
+    path = Path(cfg.run_dir) / "config.yaml"
+    path.write_text(dump(cfg))
+    argv = [sys.executable, "-m", "megatron_rl.cli", "rollout", "--config", str(path)]
+    return subprocess.Popen(argv, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
