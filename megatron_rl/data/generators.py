@@ -67,7 +67,7 @@ def countdown(
     train: int,
     evaluation: int,
     sft: int,
-    numbers: tuple[int, int] = (3, 3),
+    numbers: tuple[int, int] = (3, 4),
     max_number: int = 9,
     operators: str = "+-",
     style: Literal["compact", "english"] = "compact",
@@ -81,11 +81,14 @@ def countdown(
     rng = random.Random(f"countdown {numbers} {max_number} {operators} {seed}")
     wanted = train + evaluation
     records: dict[str, PromptRecord] = {}
-    for _ in range(200 * wanted):
+    for _ in range(50 * wanted):
         if len(records) == wanted:
             break
-        record = _countdown_record(len(records), numbers, max_number, operators, style, rng)
-        records.setdefault(record.messages[0]["content"], record)
+        given = [rng.randint(1, max_number) for _ in range(rng.randint(*numbers))]
+        target = _reach(rng.sample(given, len(given)), operators, rng)
+        if target.denominator == 1 and 1 <= target <= 99:
+            record = _countdown_record(len(records), given, int(target), style)
+            records.setdefault(record.messages[0]["content"], record)
     else:
         raise DataError(
             f"found only {len(records)} of {wanted} different countdown prompts; ask for fewer prompts, "
@@ -107,11 +110,7 @@ _ENGLISH = (
 )
 
 
-def _countdown_record(
-    serial: int, numbers: tuple[int, int], max_number: int, operators: str, style: str, rng: random.Random
-) -> PromptRecord:
-    given = [rng.randint(1, max_number) for _ in range(rng.randint(*numbers))]
-    target = _reachable_target(given, operators, rng)
+def _countdown_record(serial: int, given: list[int], target: int, style: str) -> PromptRecord:
     text = ",".join(map(str, given)) + f">{target}"
     if style == "english":
         text = _ENGLISH.format(numbers=given, target=target)
@@ -124,22 +123,18 @@ def _countdown_record(
     )
 
 
-def _reachable_target(given: list[int], operators: str, rng: random.Random) -> int:
-    """A whole number from 1 to 99 that some order of the numbers reaches, operations done from left to right."""
+def _reach(order: list[int], operators: str, rng: random.Random) -> Fraction:
+    """What the numbers give in this order with random operations, done from left to right."""
     steps: dict[str, Callable[[Fraction, int], Fraction]] = {
         "+": lambda a, b: a + b,
         "-": lambda a, b: a - b,
         "*": lambda a, b: a * b,
         "/": lambda a, b: a / b,
     }
-    for _ in range(1000):
-        first, *rest = rng.sample(given, len(given))
-        value = Fraction(first)
-        for number in rest:
-            value = steps[rng.choice(operators)](value, number)
-        if value.denominator == 1 and 1 <= value <= 99:
-            return int(value)
-    return sum(given)  # always reachable; large only for many large numbers
+    value = Fraction(order[0])
+    for number in order[1:]:
+        value = steps[rng.choice(operators)](value, number)
+    return value
 
 
 def _expression(given: list[int], operators: str, rng: random.Random) -> str:

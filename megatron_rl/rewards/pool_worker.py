@@ -110,17 +110,23 @@ class PoolWorker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         # Not without a deadline: a grandchild that left the group may keep the pipe open.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
+        await self._wait()
         self._close_pipes()
 
     async def close(self) -> None:
         """End an idle process in order: its input ends, so it exits; killed if it does not."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
+        await self._wait()
         await self.kill()
+
+    async def _wait(self) -> int | None:
+        """Exit status, or None if the process still runs after CLOSE_TIMEOUT_S."""
+        # asyncio.timeout: wait_for, before Python 3.12, can swallow a cancellation.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                return await self._process.wait()
+        return None
 
     def _close_pipes(self) -> None:
         transport = getattr(self._process, "_transport", None)  # asyncio has no public way to close the output pipe
@@ -128,9 +134,8 @@ class PoolWorker:
             transport.close()
 
     async def _how_it_ended(self) -> str:
-        try:
-            code = await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
-        except TimeoutError:
+        code = await self._wait()
+        if code is None:
             return "it closed its output"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 

@@ -1,4 +1,4 @@
-"""The process that runs verifiers: jobs come in on its standard input, outcomes go out on its standard output, in order.
+"""The process that runs verifiers: jobs come in on its standard input, outcomes go out on its standard output.
 
 Started by `pool_worker.py` as `python -m megatron_rl.rewards.worker PARENT_PID`. The first frame names the components;
 the answer to it is `{"ready": true}` or `{"error": message}`. It may be killed at any moment, and it never outlives its
