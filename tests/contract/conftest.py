@@ -1,0 +1,110 @@
+"""Fixtures of the contract tests: one server for all of them, a deterministic one with an API key, reference models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contract.servers import Server, launch_embedded, wait_until_ready
+from tests.tiny import tiny_model
+
+API_KEY = "contract-tests"
+
+
+@dataclass
+class Reference:
+    """The same model in transformers, run over whole sequences."""
+
+    model: Any
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """float32 [T, V]."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0].float()
+
+    def log_probs(self, prompt: list[int], output: list[int], temperature: float) -> np.ndarray:
+        """log_softmax(logits / temperature) of the output tokens, float32 [R]."""
+        tokens = prompt + output
+        log_probs = torch.log_softmax(self.logits(tokens) / temperature, dim=-1)
+        places = torch.arange(len(prompt) - 1, len(tokens) - 1)
+        return log_probs[places, torch.tensor(output, dtype=torch.int64)].numpy()
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The `count` most probable continuations, one by one."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two tiny Qwen3 models that differ in all weights."""
+    folder = tmp_path_factory.mktemp("models")
+    size = {"max_position_embeddings": 4096}
+    return tiny_model(folder / "a", seed=0, **size), tiny_model(folder / "b", seed=1, **size)
+
+
+@pytest.fixture(scope="session")
+def _servers(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Started together: most of a start is importing, and two imports overlap."""
+    folder = tmp_path_factory.mktemp("servers")
+    options = ("--deterministic", "--context-length", "128", "--seed", "1")
+    started = [
+        launch_embedded(folder / "plain", *models, 4),
+        launch_embedded(folder / "deterministic", *models, 16, *options, api_key=API_KEY),
+    ]
+    try:
+        yield wait_until_ready(started[0]), wait_until_ready(started[1])
+    finally:
+        codes = [server.stop() for server in started]
+    assert codes == [0, 0], "a server did not end cleanly: " + started[0].log.read_text() + started[1].log.read_text()
+
+
+@pytest.fixture(scope="session", params=["embedded"])
+def running_server(_servers: tuple[Server, Server]) -> Server:
+    """One server for the whole suite, which starts on model a as version w0."""
+    return _servers[0]
+
+
+@pytest.fixture
+def server(running_server: Server) -> Iterator[Server]:
+    """The server, idle, unpaused and on model a as version w0 before and after each test."""
+    yield running_server
+    running_server.ok("/abort_request", {"abort_all": True})
+    running_server.ok("/continue_generation", {})
+    running_server.wait_for_load("idle", lambda load: not load["num_running_reqs"] and not load["num_waiting_reqs"])
+    info = running_server.ok("/model_info")
+    if (info["weight_version"], info["model_path"]) != ("w0", str(running_server.model)):
+        update = {"model_path": str(running_server.model), "weight_version": "w0"}
+        running_server.ok("/update_weights_from_disk", update)
+
+
+@pytest.fixture(scope="session")
+def deterministic_server(_servers: tuple[Server, Server]) -> Server:
+    """An embedded engine with fixed kernel shapes, 128 tokens of context and an API key."""
+    return _servers[1]
+
+
+@pytest.fixture(scope="session")
+def reference(models: tuple[Path, Path]) -> Reference:
+    """Model a in transformers."""
+    return _load(models[0])
+
+
+@pytest.fixture(scope="session")
+def other_reference(models: tuple[Path, Path]) -> Reference:
+    """Model b in transformers."""
+    return _load(models[1])
+
+
+def _load(path: Path) -> Reference:
+    from transformers import AutoModelForCausalLM
+
+    return Reference(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval())

@@ -1,0 +1,183 @@
+"""Servers for the contract tests and a small blocking client; a server of another kind is added here, not in the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status and parsed body (None when empty, text when it is not JSON)."""
+
+    status: int
+    body: Any
+
+    @property
+    def message(self) -> str:
+        """The message of an error body."""
+        return self.body["error"]["message"] if isinstance(self.body, dict) else str(self.body)
+
+
+@dataclass
+class Client:
+    """HTTP calls to one server."""
+
+    url: str
+    api_key: str | None = None
+    timeout_s: float = CALL_TIMEOUT_S
+
+    def call(self, path: str, body: Any = None, method: str | None = None) -> Answer:
+        """POST with a body, GET without one."""
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=self.timeout_s) as response:
+                return Answer(response.status, _parse(response.read()))
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, _parse(error.read()))
+
+    def ok(self, path: str, body: Any = None) -> Any:
+        """The body of a call that must succeed."""
+        answer = self.call(path, body)
+        assert answer.status == 200, f"{path}: {answer.status} {answer.body}"
+        return answer.body
+
+    def generate(self, input_ids: Any, **params: Any) -> Any:
+        """POST /generate with log-probs. Keywords are sampling parameters, except rid and logprob_start_len."""
+        return self.ok("/generate", generate_body(input_ids, **params))
+
+    def generate_later(self, input_ids: Any, **params: Any) -> Future[Any]:
+        """The same from a thread of its own."""
+        return in_background(lambda: self.generate(input_ids, **params))
+
+    def load(self) -> dict[str, Any]:
+        """What runs and waits."""
+        return self.ok("/v1/loads?include=core")["loads"][0]
+
+    def wait_for_load(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Poll /v1/loads until the condition holds."""
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while time.monotonic() < deadline:
+            load = self.load()
+            if condition(load):
+                return load
+            time.sleep(0.01)
+        raise AssertionError(f"waited {CALL_TIMEOUT_S:g} s for {what}; the load is {load}")
+
+    def checksums(self) -> dict[str, str]:
+        """Parameter name -> hex."""
+        return self.ok("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+
+
+def generate_body(input_ids: Any, **params: Any) -> dict[str, Any]:
+    """The body of /generate for `Client.generate`."""
+    outer = {name: params.pop(name) for name in ("rid", "logprob_start_len") if name in params}
+    sampling = params.pop("sampling_params", params)
+    return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **outer}
+
+
+def in_background(function: Callable[[], Any]) -> Future[Any]:
+    """Run in a daemon thread; the future carries result or exception."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        return json.loads(raw) if raw else None
+    except json.JSONDecodeError:
+        return raw.decode()
+
+
+@dataclass
+class Server(Client):
+    """A running server and what the tests may expect of it."""
+
+    model: Path = Path()
+    other_model: Path = Path()
+    """Same architecture, other weights."""
+    process: subprocess.Popen[bytes] | None = None
+    endpoint_file: Path = Path()
+    log: Path = Path()
+    max_running_requests: int = 0
+    seeded: bool = True
+    """Whether sampling_seed decides the tokens (real SGLang on a CPU ignores it)."""
+    options: list[str] = field(default_factory=list)
+
+    def stop(self) -> int:
+        """TERM, wait, exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def launch_embedded(
+    folder: Path, model: Path, other_model: Path, max_running_requests: int, *options: str, api_key: str | None = None
+) -> Server:
+    """Start an embedded engine; `wait_until_ready` before use."""
+    folder.mkdir(parents=True, exist_ok=True)
+    endpoint_file, log = folder / "endpoint.json", folder / "log.txt"
+    argv = [sys.executable, "-m", "megatron_rl.engines.serve", "--model", str(model), "--weight-version", "w0"]
+    argv += ["--endpoint-file", str(endpoint_file), "--num-threads", "1"]
+    argv += ["--max-running-requests", str(max_running_requests), *options]
+    if api_key is not None:
+        argv += ["--api-key", api_key]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    with open(log, "wb") as handle:
+        process = subprocess.Popen(argv, env=environment, stdout=handle, stderr=handle, cwd=folder)
+    return Server(
+        url="",
+        api_key=api_key,
+        model=model,
+        other_model=other_model,
+        process=process,
+        endpoint_file=endpoint_file,
+        log=log,
+        max_running_requests=max_running_requests,
+    )
+
+
+def wait_until_ready(server: Server) -> Server:
+    """Wait for the published address; fails with the end of the log when the process ends first."""
+    assert server.process is not None
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not server.endpoint_file.exists():
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"the server did not come up:\n{server.log.read_text()[-2000:]}")
+        time.sleep(0.05)
+    server.url = json.loads(server.endpoint_file.read_text())["url"]
+    return server

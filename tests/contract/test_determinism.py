@@ -1,0 +1,46 @@
+"""The deterministic mode over HTTP, and the API key that its server asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.contract.servers import Server
+
+
+def test_same_bits_alone_and_among_others(deterministic_server: Server) -> None:
+    server = deterministic_server
+    prompts = [[5 + (3 * i + j) % 200 for j in range(1 + 6 * i)] for i in range(10)]
+    params = [
+        {"max_new_tokens": 20 + i, "temperature": 0.5 + 0.1 * i, "top_p": 1.0 if i % 2 else 0.9, "sampling_seed": i}
+        for i in range(10)
+    ]
+    alone = [server.generate(p, sampling_params=s) for p, s in zip(prompts, params, strict=True)]
+    noise = [server.generate_later([[7, 8, 9, 10 + i]] * 3, max_new_tokens=90, temperature=1.3) for i in range(3)]
+    among = server.generate(prompts[::-1], sampling_params=params[::-1])[::-1]
+    for future in noise:
+        future.result(60)
+    for one, other in zip(alone, among, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+
+
+def test_fixed_shapes_compute_the_same_model(deterministic_server: Server, reference) -> None:
+    prompt = [4 + i for i in range(37)]
+    answer = deterministic_server.generate(prompt, max_new_tokens=30, temperature=0, ignore_eos=True)
+    assert answer["output_ids"] == reference.greedy(prompt, 30)
+    found = [value for value, _, _ in answer["meta_info"]["output_token_logprobs"]]
+    assert found == pytest.approx(reference.log_probs(prompt, answer["output_ids"], 1.0).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_calls_without_the_key_are_refused_and_health_is_open(deterministic_server: Server, key: str | None) -> None:
+    stranger = replace(deterministic_server, api_key=key)
+    for path, body in (("/generate", {"input_ids": [5]}), ("/abort_request", {"abort_all": True}), ("/model_info", None)):
+        answer = stranger.call(path, body)
+        assert answer.status == 401
+        assert answer.body == {"error": "Unauthorized"}
+    for path in ("/ready", "/health"):
+        assert stranger.call(path).status == 200
+    assert "api_key" not in deterministic_server.ok("/server_info")

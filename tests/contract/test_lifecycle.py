@@ -1,0 +1,46 @@
+"""Starting and ending the embedded engine: what a supervisor sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contract.servers import REPOSITORY, launch_embedded, wait_until_ready
+
+
+def test_term_answers_what_runs_and_ends_cleanly(models: tuple[Path, Path], tmp_path: Path) -> None:
+    server = wait_until_ready(launch_embedded(tmp_path, *models, 4, "--dtype", "bfloat16"))
+    try:
+        published = json.loads(server.endpoint_file.read_text())
+        assert published["model"] == str(models[0])
+        assert server.process is not None
+        assert published["pid"] == server.process.pid
+        running = server.generate_later([5, 6, 7], max_new_tokens=4000, ignore_eos=True)
+        server.wait_for_load("the request to run", lambda load: load["num_used_tokens"] > 10)
+    finally:
+        code = server.stop()
+    assert code == 0, server.log.read_text()
+    answer = running.result(10)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(answer["output_ids"]) > 5
+    assert not server.endpoint_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/nonexistent"], "no config.json there"),
+        (["--model", ".", "--dtype", "float8"], "dtype='float8'"),
+        (["--model", ".", "--port", "70000"], "port=70000"),
+    ],
+)
+def test_wrong_options_are_one_message_and_status_1(options: list[str], message: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "megatron_rl.engines.serve", *options]
+    ended = subprocess.run(argv, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert message in ended.stderr
