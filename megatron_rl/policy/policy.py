@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms import schedules
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import finalise_metrics
 from megatron_rl.config import Config, HfConfig, read_hf_config
@@ -198,19 +197,6 @@ class Policy:
         """Use this rate from the next update on."""
         self.learning_rate = learning_rate
         self.optimizer.set_learning_rate(learning_rate)
-
-    def set_learning_rate_for(self, step: int) -> None:
-        """The rate that section `optimizer` gives to RL step `step`, counted from 0; no scheduler state to restore."""
-        cfg = self._cfg.optimizer
-        rate = schedules.learning_rate(
-            step,
-            lr=cfg.lr,
-            schedule=cfg.lr_schedule,
-            min_lr=cfg.min_lr,
-            warmup_steps=cfg.lr_warmup_steps,
-            total_steps=self._cfg.steps,
-        )
-        self.set_learning_rate(rate)
 
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments, so that RL does not start with those of the supervised warm-up."""

@@ -58,7 +58,7 @@ def _train(policy: Any, cfg: Any, dp_rank: int, steps: range) -> list[float]:
         reference = policy.reference_log_probs(batch, plan)
         old = policy.log_probs(batch, plan).log_probs + np.float32(0.1)
         batch = batch.with_arrays(reference_log_probs=reference, old_log_probs=old)
-        policy.set_learning_rate_for(step)
+        policy.set_learning_rate(1e-2 / (step + 1))
         metrics = policy.train_step(batch, plan, SPEC).metrics
         losses += [metrics["policy/loss"], metrics["policy/entropy"], metrics["policy/kl_reference"]]
     return losses
