@@ -30,7 +30,7 @@ def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConf
     """Build this rank's part of the model: one chunk, or one per virtual pipeline stage.
 
     `policy.distributed.initialize` must have run. The chunks are bare (no data-parallel wrapper), on this rank's
-    device, in `model_cfg.dtype`, with random weights.
+    device, in `model_cfg.dtype`, with weights that are not set to anything: load some.
 
     Raises:
         ModelError: the layout or the rotary scaling is not supported.
@@ -106,7 +106,7 @@ def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: Paral
         add_qkv_bias=hf.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        init_method_std=hf.initializer_range,
+        perform_initialization=False,  # `weights.load` sets every parameter
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -79,7 +79,7 @@ class Result:
 
     stage: int
     log_probs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of each micro-batch of this data-parallel rank, on the last stage: [its tokens, sequences' last ones left out]."""
+    """Of each micro-batch of this data-parallel rank, on the last stage: [tokens but the sequences' last ones]."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """By Hugging Face name, on data-parallel rank 0."""
 

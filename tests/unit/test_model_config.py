@@ -1,0 +1,91 @@
+"""From config.json to Megatron's settings: rotary frequencies, padded vocabulary, refused layouts, the norm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.config import HfConfig, read_hf_config
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.policy.model import ModelError, padded_vocab_size, rotary_frequencies, transformer_config
+from megatron_rl.policy.norm import RMSNorm
+from tests.tiny import tiny_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
+
+
+def hf_of(path: Path, **overrides: Any) -> HfConfig:
+    return read_hf_config(tiny_model(path, "llama", **overrides))
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3], ids=["default", "linear", "llama3"])
+def test_rotary_frequencies_equal_transformers(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    hf = hf_of(tmp_path, head_dim=64, **({"rope_parameters": scaling} if scaling else {}))
+    expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    torch.testing.assert_close(rotary_frequencies(hf), expected, rtol=1e-6, atol=0)
+
+
+def test_unsupported_rotary_scaling_is_refused_by_name(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    with pytest.raises(ModelError, match=r"'yarn' is not supported; one of default, linear, llama3"):
+        rotary_frequencies(hf_of(tmp_path, rope_parameters=yarn))
+
+
+@pytest.mark.parametrize(("vocab", "tp", "padded"), [(320, 1, 384), (320, 2, 512), (256, 2, 256), (257, 2, 512)])
+def test_vocabulary_is_padded_to_the_multiple(vocab: int, tp: int, padded: int) -> None:
+    model = ModelConfig(path="x", make_vocab_size_divisible_by=128)
+    assert padded_vocab_size(vocab, model, ParallelConfig(tensor_model_parallel_size=tp)) == padded
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tensor_model_parallel_size": 4}, "num_key_value_heads=2"),
+        ({"tensor_model_parallel_size": 3}, "num_attention_heads=4"),
+        ({"pipeline_model_parallel_size": 4}, "4 pipeline stages do not divide the model's 2 layers"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: only 1 is supported"),
+    ],
+)
+def test_layout_that_does_not_fit_the_model_is_refused(parallel: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        transformer_config(hf_of(tmp_path), ModelConfig(path="x"), ParallelConfig(**parallel))
+
+
+def test_megatron_does_not_rescale_the_loss(tmp_path: Path) -> None:
+    config = transformer_config(hf_of(tmp_path), ModelConfig(path="x", dtype="bfloat16"), ParallelConfig())
+    assert config.calculate_per_token_loss
+    assert config.params_dtype is config.pipeline_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_equals_torch_in_value_and_gradient(dtype: torch.dtype) -> None:
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 48, eps=1e-3)
+    weight = torch.randn(48).to(dtype)
+    norm.weight.data.copy_(weight)
+    weight.requires_grad_()
+    x = torch.randn(5, 3, 48).to(dtype).requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    upstream = torch.randn(5, 3, 48).to(dtype)
+    got, expected = norm(x), F.rms_norm(twin, (48,), weight, 1e-3)
+    got.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(x.grad, twin.grad)
+    torch.testing.assert_close(norm.weight.grad, weight.grad)
