@@ -169,12 +169,12 @@ class RewardPool:
             raise
 
     async def _take(self) -> list[_Job]:
-        """Some jobs; at least one, and not so many that other workers would stand idle."""
+        """Some jobs; not so many that other workers would stand idle. Waits until there is one."""
         jobs = [await self._queue.get()]
         share = math.ceil((self._queue.qsize() + 1) / self._cfg.workers)
         while len(jobs) < min(share, _CHUNK) and not self._queue.empty():
             jobs.append(self._queue.get_nowait())
-        return jobs
+        return [job for job in jobs if not job.done.done()]  # without those whose caller was cancelled
 
     async def _run(self, worker: PoolWorker, jobs: list[_Job]) -> list[_Job]:
         """Have the jobs done; returns those that were not begun because the worker was lost on the way."""

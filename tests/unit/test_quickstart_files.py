@@ -202,3 +202,21 @@ def test_the_tool_writes_replaces_its_own_and_refuses_other_directories(tmp_path
         "thesis.txt"
     ]
     assert "only 100" in run_tool("--out", tmp_path / "x", "--digits", 2, "--prompts", 100).stderr
+
+
+def test_fetching_smollm2_twice_does_nothing_and_other_directories_are_refused(tmp_path):
+    fetch = TOOL.with_name("fetch_smollm2.py")
+
+    def run(out):
+        return subprocess.run([sys.executable, fetch, "--out", out], capture_output=True, text=True, timeout=60)
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    done = run(model)
+    assert (done.returncode, done.stdout) == (0, f"{model}: already there\n")
+    (model / "tokenizer.json").unlink()
+    refused = run(model)
+    assert refused.returncode == 1
+    assert f"{model} exists and is not a model directory" in refused.stderr
