@@ -33,15 +33,16 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
-from megatron_rl.config import Config, read_hf_config
-from megatron_rl.data import PromptCursor, PromptDataset, PromptRecord, PromptTokenizer, fit_to_length
+from megatron_rl.config import Config, ConfigError, read_hf_config
+from megatron_rl.data import DataError, PromptCursor, PromptDataset, PromptRecord, PromptTokenizer, fit_to_length
 from megatron_rl.monitor.logs import setup_logging
-from megatron_rl.rewards import RewardPool
+from megatron_rl.rewards import RewardError, RewardPool
 
 from .client import EngineClient
 from .dump import remove_dumps_from, rollout_file, write_dump
@@ -134,9 +135,10 @@ class Controller:
         groups = self.scheduler.retire(step)
         log.info("step %d: trained; ledger %s", step, self.ledger)
         if self._cfg.logging.dump_rollouts:
-            path = rollout_file(self._cfg.run_dir, step)
+            number = step + 1  # as metrics and checkpoints count: training on batch k completes step k + 1
+            path = rollout_file(self._cfg.run_dir, number)
             records = [self._record(group.id) for group in groups]
-            await asyncio.to_thread(write_dump, path, step, groups, records, self._prompts.tokenizer, batch)
+            await asyncio.to_thread(write_dump, path, number, groups, records, self._prompts.tokenizer, batch)
 
     @property
     def ledger(self) -> dict[str, int]:
@@ -153,7 +155,7 @@ class Controller:
         """Go on from `save_state`. Raises StepConflict after sampling began, DataError for other prompts."""
         arrays, metadata = decode(blob)
         self.scheduler.load_state_dict(metadata["state"], unpack_groups(arrays, metadata["groups"]))
-        remove_dumps_from(self._cfg.run_dir, self.scheduler.progress.step)
+        remove_dumps_from(self._cfg.run_dir, self.scheduler.progress.step + 1)
         log.info("restored at step %d; ledger %s", self.scheduler.progress.step, self.ledger)
 
     def _record(self, group_id: int) -> PromptRecord:
@@ -163,11 +165,14 @@ class Controller:
 def run_controller(cfg: Config, host: str = "127.0.0.1") -> None:
     """Process entry: serve until POST /v1/shutdown, SIGTERM or SIGINT. `host` is the address to listen on.
 
-    Raises:
-        DataError, RewardError, ConfigError, TimeoutError, OSError: at start-up; the message says what to do.
+    Exits with status 1 when it cannot start (prompts, verifiers, engines); the last line of its log says why.
     """
     setup_logging("controller", 0, None, cfg.logging.level)  # stderr is the role's log file already
-    asyncio.run(_until_signal(cfg, host))
+    try:
+        asyncio.run(_until_signal(cfg, host))
+    except (DataError, RewardError, ConfigError, TimeoutError, OSError) as error:
+        log.error("cannot go on: %s", error)
+        sys.exit(1)
 
 
 async def _until_signal(cfg: Config, host: str) -> None:

@@ -85,7 +85,7 @@ def test_the_update_is_seen_in_the_weights_and_in_the_samples(run: FinishedRun) 
     files = sorted((run.folder / "weights").glob("v*/model.safetensors"))
     assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files}) == len(files) == 2
     for step in range(3):
-        table = pq.read_table(run.folder / "rollouts" / f"step-{step:06d}.parquet")
+        table = pq.read_table(run.folder / "rollouts" / f"step-{step + 1:06d}.parquet")
         assert set(table["weight_version_first"].to_pylist()) == {step}
         assert set(table["weight_version_last"].to_pylist()) == {step}
 

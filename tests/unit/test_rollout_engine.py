@@ -129,11 +129,11 @@ def test_a_controller_that_is_restored_goes_on_as_if_nothing_had_happened(whole_
     cfg = config(tmp_path, model, [engine])
     with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
         sampled(engine, model, client, 0, 2)
-        state = client.get_state()
+        state, ledger = client.get_state(), client.ledger()
         publish(engine, model, client, 2)
         client.wait_ready(2, timeout_s=120)  # sampled, but the run dies before it is trained on
         client.done(2)
-    later = tmp_path / "rollouts" / "step-000002.parquet"
+    later = tmp_path / "rollouts" / "step-000003.parquet"
     assert later.exists()
     with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
         client.put_state(state)
@@ -141,19 +141,23 @@ def test_a_controller_that_is_restored_goes_on_as_if_nothing_had_happened(whole_
         with pytest.raises(ControllerError, match="only into one that has just started"):
             client.put_state(state)
         assert client.step_status(1).status == "stopped"
+        assert client.ledger() == ledger
+        assert ledger["trained"] == 8
+        assert ledger["drawn"] == sum(ledger[n] for n in ("trained", "filtered", "waiting", "in_flight", "finished"))
         resumed = sampled(engine, model, client, 2, 3)
     assert same(whole[2], resumed[0])
+    assert whole[2][0].metrics == resumed[0][0].metrics
 
 
 def test_the_dump_of_a_step_holds_every_sample_looked_at_and_says_which_were_trained_on(whole_run):
     cfg, steps = whole_run
     seen = set()
     for step, (table, shard) in enumerate(steps):
-        rows = pq.read_table(Path(cfg.run_dir) / "rollouts" / f"step-{step:06d}.parquet").to_pylist()
+        rows = pq.read_table(Path(cfg.run_dir) / "rollouts" / f"step-{step + 1:06d}.parquet").to_pylist()
         trained = [r for r in rows if r["trained"]]
         assert [r["sample_id"] for r in trained] == table.sample_ids
         assert [r["reward"] for r in trained] == table.reward.tolist()
-        assert {r["step"] for r in rows} == {step}
+        assert {r["step"] for r in rows} == {step + 1}
         assert all(
             len({o["correctness"] for o in rows if o["group_id"] == r["group_id"]}) == 1
             for r in rows
