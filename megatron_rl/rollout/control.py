@@ -43,7 +43,14 @@ class EngineControl:
         pause(retract) -> flush_cache -> update_weights_from_disk -> checksums equal -> continue -> /model_info says so.
         After a failure the engines stay paused: what they hold is not known.
         """
-        self._run(f"weight update to version {version} from {path}", lambda calls: _update(calls, str(path), version))
+        try:
+            self._run(
+                f"weight update to version {version} from {path}", lambda calls: _update(calls, str(path), version)
+            )
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; the engines stay paused until an update succeeds or they are restarted"
+            ) from error
 
     def wait_ready(self) -> None:
         """Block until every replica answers /ready."""
@@ -123,9 +130,9 @@ class _Calls:
                 answer = await response.read()
         except aiohttp.ClientError as error:
             raise EngineError(f"engine {url}: {type(error).__name__}: {error}") from error
-        self.waiting.discard(url)
         if response.status != 200:
             raise EngineError(f"engine {url}: HTTP {response.status}: {error_text(answer)}")
+        self.waiting.discard(url)
         try:
             value = orjson.loads(answer) if answer else None
         except orjson.JSONDecodeError:

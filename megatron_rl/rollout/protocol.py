@@ -5,7 +5,9 @@ An answer is either understood as a whole or refused with one `ProtocolError` th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +94,25 @@ def parse_generations(
             NaN or infinite, a response longer than asked for, or token ids outside the vocabulary.
         GenerationAborted: an answer ended with finish_reason abort.
     """
+    with _without_garbage_collection():
+        return _parse(body, prompts, settings, url, vocab_size)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A parsed answer has a small list per token, none of it garbage; looking through them took most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _parse(
+    body: bytes, prompts: Sequence[Prompt], settings: SamplingSettings, url: str, vocab_size: int
+) -> list[Generation]:
     try:
         answers = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -123,12 +144,13 @@ class _Reader:
         kind = self._field(reason, "type", str, "meta_info.finish_reason.")
         if kind == "abort":
             raise GenerationAborted(f"engine {self.url}: {self.rid} was aborted: {reason.get('message')}")
-        tokens = self._tokens(answer, max_new_tokens, vocab_size)
-        return Generation(self.url, tokens, self._log_probs(meta, tokens), self._spans(meta, len(tokens)), kind)
+        ids = self._field(answer, "output_ids", list)
+        tokens = self._tokens(ids, max_new_tokens, vocab_size)
+        return Generation(self.url, tokens, self._log_probs(meta, ids), self._spans(meta, len(tokens)), kind)
 
-    def _tokens(self, answer: Any, max_new_tokens: int, vocab_size: int) -> Tokens:
+    def _tokens(self, ids: list[Any], max_new_tokens: int, vocab_size: int) -> Tokens:
         try:
-            tokens = np.array(self._field(answer, "output_ids", list), np.int64)
+            tokens = np.array(ids, np.int64)
         except (TypeError, ValueError, OverflowError) as error:
             raise self._wrong("output_ids", f"must be token ids ({error})") from error
         if tokens.ndim != 1:
@@ -145,7 +167,7 @@ class _Reader:
             )
         return tokens
 
-    def _log_probs(self, meta: dict[str, Any], tokens: Tokens) -> LogProbs:
+    def _log_probs(self, meta: dict[str, Any], tokens: list[Any]) -> LogProbs:
         """Entries are [log_prob, token_id, text]; null stands where JSON cannot write NaN."""
         name = "meta_info.output_token_logprobs"
         entries = self._field(meta, "output_token_logprobs", list, "meta_info.")
@@ -153,7 +175,7 @@ class _Reader:
             raise self._wrong(name, f"has {len(entries)} entries for {len(tokens)} tokens")
         try:
             log_probs = np.array([entry[0] for entry in entries], np.float32)
-            ids = np.array([entry[1] for entry in entries], np.int64)
+            ids = [entry[1] for entry in entries]
         except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise self._wrong(name, f"must be [log_prob, token_id, text] entries ({error})") from error
         bad = np.flatnonzero(~np.isfinite(log_probs))
@@ -161,7 +183,7 @@ class _Reader:
             raise self._wrong(
                 name, f"is {log_probs[bad[0]]} at token {bad[0]} of {len(tokens)}; the engine's logits broke"
             )
-        if not np.array_equal(ids, tokens):
+        if ids != tokens:
             raise self._wrong(name, "names other token ids than output_ids")
         return log_probs
 

@@ -139,6 +139,10 @@ class ControllerClient:
 
     # ---- checkpoint and end
 
+    def ledger(self) -> dict[str, int]:
+        """What became of every prompt drawn: trained, filtered, waiting, in_flight, finished; and those rejected."""
+        return dict(orjson.loads(self._get("/v1/ping"))["ledger"])
+
     def get_state(self) -> bytes:
         """What a resumed run must give back with `put_state`."""
         return self._get("/v1/state")

@@ -220,28 +220,25 @@ class Scheduler:
         return {
             "groups_done": min(usable, self._cfg.rollout.groups_per_step),
             "groups_needed": self._cfg.rollout.groups_per_step,
-            "rounds": self._rounds,
+            "rounds": math.ceil(progress.started / pool.capacity),
             "groups_dropped": len(pool.finished) - usable,
             "groups_in_flight": len(pool.in_flight),
             "groups_started": progress.started,
         }
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/...` numbers of a ready step."""
+        """`rollout/...` numbers of a ready step. Groups given back do not count, so timing does not show in them."""
         choice = self.ready(self.progress.step)
         chosen = [self.pool.finished[i] for i in choice.batch]
         mask = self._cfg.rollout.dynamic_sampling == "mask"
         dropped = len(choice.filtered) + (sum(not g.informative for g in chosen) if mask else 0)
+        looked_at = [*choice.batch, *choice.filtered]
         return {
-            "rollout/groups_generated": float(self.progress.finished),
-            "rollout/groups_dropped_fraction": dropped / (len(choice.batch) + len(choice.filtered)),
-            "rollout/sample_rounds": float(self._rounds),
-            "rollout/epoch": float(self.pool.cursor.epoch),
+            "rollout/groups_generated": float(len(looked_at)),
+            "rollout/groups_dropped_fraction": dropped / len(looked_at),
+            "rollout/sample_rounds": float(math.ceil(len(looked_at) / self.pool.capacity)),
+            "rollout/epoch": float(max(looked_at) // self.pool.cursor.size),
         }
-
-    @property
-    def _rounds(self) -> int:
-        return math.ceil(self.progress.started / self.pool.capacity)
 
     @property
     def _oldest_version(self) -> int:

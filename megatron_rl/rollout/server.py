@@ -84,7 +84,7 @@ class _Routes:
         self._controller, self._shutdown = controller, shutdown
 
     async def ping(self, _: web.Request) -> web.Response:
-        return _json({"step": self._controller.scheduler.progress.step})
+        return _json({"step": self._controller.scheduler.progress.step, "ledger": self._controller.ledger})
 
     async def weights(self, request: web.Request) -> web.Response:
         self._controller.scheduler.publish(int((await _body(request))["version"]))
