@@ -107,4 +107,6 @@ def other_reference(models: tuple[Path, Path]) -> Reference:
 def _load(path: Path) -> Reference:
     from transformers import AutoModelForCausalLM
 
-    return Reference(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval())
+    return Reference(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    )

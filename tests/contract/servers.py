@@ -1,4 +1,4 @@
-"""Servers for the contract tests and a small blocking client; a server of another kind is added here, not in the tests."""
+"""Servers for the contract tests and a blocking client; a server of another kind is added here, not in the tests."""
 
 from __future__ import annotations
 

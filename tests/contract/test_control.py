@@ -20,9 +20,7 @@ LONG = {"max_new_tokens": 3000, "ignore_eos": True}
 
 def start_running(server: Server, count: int = 1, prefix: str = "long", **params: Any) -> list[Future[Any]]:
     """Requests that have drawn at least ten tokens each and are far from done."""
-    futures = [
-        server.generate_later(PROMPT, rid=f"{prefix}-{i}.", **{**LONG, **params}) for i in range(count)
-    ]
+    futures = [server.generate_later(PROMPT, rid=f"{prefix}-{i}.", **{**LONG, **params}) for i in range(count)]
     enough = count * (len(PROMPT) + 10)
     server.wait_for_load(
         f"{count} requests to run", lambda load: load["num_running_reqs"] == count and load["num_used_tokens"] >= enough
@@ -152,7 +150,9 @@ def test_requests_join_and_leave_a_running_batch(server: Server, reference: Refe
 def test_a_client_that_goes_away_frees_its_place(server: Server) -> None:
     where = urlsplit(server.url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
-    connection.request("POST", "/generate", json.dumps(generate_body(PROMPT, **LONG)), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/generate", json.dumps(generate_body(PROMPT, **LONG)), {"Content-Type": "application/json"}
+    )
     server.wait_for_load("the request to run", lambda load: load["num_running_reqs"] == 1)
     connection.close()
     server.wait_for_load("the request to be dropped", lambda load: load["num_running_reqs"] == 0)

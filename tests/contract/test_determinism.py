@@ -37,7 +37,11 @@ def test_fixed_shapes_compute_the_same_model(deterministic_server: Server, refer
 @pytest.mark.parametrize("key", [None, "wrong"])
 def test_calls_without_the_key_are_refused_and_health_is_open(deterministic_server: Server, key: str | None) -> None:
     stranger = replace(deterministic_server, api_key=key)
-    for path, body in (("/generate", {"input_ids": [5]}), ("/abort_request", {"abort_all": True}), ("/model_info", None)):
+    for path, body in (
+        ("/generate", {"input_ids": [5]}),
+        ("/abort_request", {"abort_all": True}),
+        ("/model_info", None),
+    ):
         answer = stranger.call(path, body)
         assert answer.status == 401
         assert answer.body == {"error": "Unauthorized"}

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.contract.servers import REPOSITORY, launch_embedded, wait_until_ready
 
 
@@ -30,17 +28,9 @@ def test_term_answers_what_runs_and_ends_cleanly(models: tuple[Path, Path], tmp_
     assert not server.endpoint_file.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "/nonexistent"], "no config.json there"),
-        (["--model", ".", "--dtype", "float8"], "dtype='float8'"),
-        (["--model", ".", "--port", "70000"], "port=70000"),
-    ],
-)
-def test_wrong_options_are_one_message_and_status_1(options: list[str], message: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "megatron_rl.engines.serve", *options]
+def test_model_that_cannot_be_served_is_one_message_and_status_1() -> None:
+    argv = [sys.executable, "-m", "megatron_rl.engines.serve", "--model", "/nonexistent"]
     ended = subprocess.run(argv, capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
-    assert message in ended.stderr
+    assert "model /nonexistent: no config.json there" in ended.stderr

@@ -21,9 +21,7 @@ def allowed(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, 
     return set(order[keep].tolist())
 
 
-@pytest.mark.parametrize(
-    ("top_p", "top_k", "min_p"), [(0.5, -1, 0.0), (1.0, 3, 0.0), (1.0, -1, 0.3), (0.8, 5, 0.1)]
-)
+@pytest.mark.parametrize(("top_p", "top_k", "min_p"), [(0.5, -1, 0.0), (1.0, 3, 0.0), (1.0, -1, 0.3), (0.8, 5, 0.1)])
 def test_filters_bound_the_tokens_and_leave_the_log_probs_alone(
     server: Server, reference: Reference, top_p: float, top_k: int, min_p: float
 ) -> None:

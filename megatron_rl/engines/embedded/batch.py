@@ -1,4 +1,4 @@
-"""The sequences being decoded, as arrays with one row per cache slot; nothing here runs the model or talks to anyone."""
+"""The sequences being decoded, as arrays with one row per cache slot. Nothing here runs the model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Batch:
         return max((r.final_length for r in self.requests), default=0)
 
     def add(self, requests: Sequence[Request]) -> slice:
-        """Give each request a row, in order, ready to `record` the token that follows its prompt (and earlier output)."""
+        """Give each request a row, in order, ready to `record` the token after its prompt and earlier output."""
         first = len(self)
         if not self.requests:
             self._stop_sets.clear()

@@ -1,6 +1,6 @@
-"""The model with its KV cache: prefill of prompts, one decoding step of all running sequences; no sampling, no requests.
+"""The model with its KV cache: prefill of prompts, one decoding step of all sequences; no sampling, no requests.
 
-`Decoder` shrinks every shape to what is live. `FixedShapeDecoder` (in `fixed_shapes`) keeps them, for reproducible bits.
+`Decoder` shrinks every shape to what is live. `FixedShapeDecoder` (in `fixed_shapes`) keeps them all the same.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class Decoder:
         self.forward = forward
         self._budget = budget
         self.cache = KVCache(
-            KVShape(
-                len(forward.layers), forward.num_kv_heads, forward.head_dim, forward.dtype, max_slots, max_length
-            ),
+            KVShape(len(forward.layers), forward.num_kv_heads, forward.head_dim, forward.dtype, max_slots, max_length),
             budget,
         )
 
@@ -79,7 +77,7 @@ class Decoder:
         return hidden[torch.arange(len(prompts)), torch.from_numpy(lengths - 1)]
 
     def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> torch.Tensor:
-        """One step: append tokens int64 [live] at positions [live] of slots 0 .. live - 1; logits [live, V] after them."""
+        """One step: append tokens int64 [live] at positions [live] of slots 0 .. live - 1; logits [live, V]."""
         longest = int(positions.max()) + 1
         self.cache.reserve(len(tokens), longest, len(tokens))
         return self._step(tokens, positions, min(-(-longest // KV_STEP) * KV_STEP, self.cache.length))
@@ -117,7 +115,9 @@ class Decoder:
     def prompt_log_probs(self, tokens: Tokens, start: int) -> LogProbs:
         """log_softmax(logits)[token] of tokens[start + 1 :], float32, at temperature 1; a pass of its own."""
         hidden = self.forward.hidden_states(
-            torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], lambda _, q, k, v: causal_attention(q, k, v)
+            torch.from_numpy(tokens)[None],
+            torch.arange(len(tokens))[None],
+            lambda _, q, k, v: causal_attention(q, k, v),
         )[0]
         found = np.empty(len(tokens) - start - 1, np.float32)
         for first in range(start, len(tokens) - 1, 512):  # logits of a whole long prompt would be GiBs
@@ -129,7 +129,7 @@ class Decoder:
 
 
 def _parts(prompts: Sequence[Tokens]) -> Iterator[list[int]]:
-    """Indices of prompts that go through the model together: alike in length, PREFILL_TOKENS at most (or a single one)."""
+    """Indices of prompts that go through the model together: alike in length, PREFILL_TOKENS at most, or one."""
     part: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
         if part and (len(part) + 1) * len(prompts[index]) > PREFILL_TOKENS:

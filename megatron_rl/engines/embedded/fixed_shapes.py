@@ -1,7 +1,7 @@
 """The decoder whose kernels run at one shape only, so that a sequence's bits do not depend on what runs beside it.
 
-CPU kernels choose their blocking, and with it the order of their sums, by the shape of the operands (a matrix product of
-3 rows rounds differently than one of 16). Here a decoding step always has `max_slots` rows (idle ones compute a token
+CPU kernels choose their blocking, and with it the order of their sums, by the shape of the operands: a matrix product
+of 3 rows rounds differently than one of 16. Here a decoding step always has `max_slots` rows (idle ones compute a token
 that nobody reads) and attends to `max_length` entries, and prompts go through in chunks of [ROWS, CHUNK] tokens.
 """
 

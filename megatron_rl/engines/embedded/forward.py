@@ -1,4 +1,4 @@
-"""One pass through the modules of a transformers model; where keys and values live and who attends to what is passed in.
+"""One pass through the modules of a transformers model; where keys and values live, and who sees them, is passed in.
 
 Qwen2, Qwen3 (dense) and Llama share their layout, so their layers are driven directly: no cache object, mask builder or
 output class of transformers stands in the decoding loop, and `tests/contract` holds the result to its full forward.
@@ -7,9 +7,9 @@ output class of transformers stands in the decoding loop, and `tests/contract` h
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -57,7 +57,7 @@ class ForwardPass:
         """[..., hidden] -> [..., V]."""
         return self.model.lm_head(hidden)
 
-    def _project(self, attention: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, attention: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         queries = attention.q_proj(hidden).view(shape)
         keys = attention.k_proj(hidden).view(shape)
@@ -79,7 +79,7 @@ def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
 def masked_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Attention to a cache: queries [B, Hq, S, D], keys [B, Hkv, L, D], additive mask [1 or B, 1, S, L] -> [B, S, Hq * D].
+    """Attention to a cache: queries [B, Hq, S, D], keys [B, Hkv, L, D], mask [1 or B, 1, S, L] -> [B, S, Hq * D].
 
     The query heads that share a key head are folded into the query length: keys are read once and never repeated.
     """

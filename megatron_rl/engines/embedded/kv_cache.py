@@ -30,7 +30,7 @@ class KVShape:
 
 
 class KVCache:
-    """Keys and values, per layer [slots, kv_heads, length, head_dim]; grows geometrically as long as `budget` bytes allow.
+    """Keys and values, per layer [slots, kv_heads, length, head_dim]; grows geometrically while `budget` bytes allow.
 
     Never read memory is zero, never uninitialised: masked positions are multiplied by 0, and 0 * NaN would spread.
     """

@@ -28,7 +28,7 @@ class EmbeddedOptions:
     max_running_requests: int = 256
     """Sequences decoded at once; further ones wait."""
     deterministic: bool = False
-    """Same bits for the same request, whatever runs beside it: every kernel runs at one fixed shape, which costs speed."""
+    """Same bits for the same request, whatever runs beside it: kernels run at fixed shapes, which costs speed."""
     api_key: str | None = None
     """Bearer token wanted on all but the health routes."""
     weight_version: str = "default"

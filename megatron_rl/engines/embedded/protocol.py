@@ -1,7 +1,7 @@
 """What requests to the server may say (SGLang 0.5.23's field names and defaults), and their translation into `Request`.
 
-A field of SGLang's that the embedded engine does not implement is accepted at its neutral value and refused at any other:
-nothing is silently ignored.
+A field of SGLang's that the embedded engine does not implement is accepted at its neutral value and refused at any
+other: nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class SamplingParams(_Body):
         """Check ranges and fill defaults in. Raises BadRequest."""
         temperature = _default(self.temperature, 1.0)
         top_p, top_k, min_p = _default(self.top_p, 1.0), _default(self.top_k, -1), _default(self.min_p, 0.0)
-        _require(0.0 <= temperature < float("inf"), f"temperature must be a non-negative finite number, got {temperature}.")
+        _require(
+            0.0 <= temperature < float("inf"), f"temperature must be a non-negative finite number, got {temperature}."
+        )
         _require(0.0 < top_p <= 1.0, f"top_p must be in (0, 1], got {top_p}.")
         _require(0.0 <= min_p <= 1.0, f"min_p must be in [0, 1], got {min_p}.")
         _require(top_k >= 1 or top_k == -1, f"top_k must be -1 (disable) or at least 1, got {top_k}.")

@@ -14,7 +14,7 @@ LogProbs = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one sequence are drawn. `temperature` 0 is greedy; `top_k` is at least 1, at most the vocabulary.
+    """How the tokens of one sequence are drawn. `temperature` 0 is greedy; `top_k` is between 1 and the vocabulary.
 
     `stop_ids` holds every id that ends the sequence, the model's own included; empty with ignore_eos.
     """
@@ -41,8 +41,8 @@ class VersionSpan:
 class Request:
     """waiting -> running -> finished, with running -> waiting when it is retracted. Only the scheduler thread writes.
 
-    `output_ids` int64 [R] and `log_probs` float32 [R] are complete when the request waits or has finished; while it runs
-    they live in the batch.
+    `output_ids` int64 [R] and `log_probs` float32 [R] are complete when the request waits or has finished; while it
+    runs they live in the batch.
     """
 
     rid: str

@@ -10,7 +10,7 @@ from .weights import overall_checksum
 
 
 def generation(request: Request, text: str | None, return_log_probs: bool, seconds: float) -> dict[str, Any]:
-    """One element of the answer to /generate. Without a tokenizer there is no `text`, as with SGLang's skip_tokenizer_init."""
+    """One element of the answer to /generate; without a tokenizer it has no `text`, as in SGLang."""
     output_ids = request.output_ids.tolist()
     meta: dict[str, Any] = {"id": request.rid, "finish_reason": request.finish_reason}
     if request.prefilled or request.sampling.max_new_tokens == 0:

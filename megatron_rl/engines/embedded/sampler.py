@@ -57,9 +57,9 @@ def sample(logits: torch.Tensor, rows: SamplingBatch) -> tuple[Tokens, LogProbs]
         rows: settings of the B rows.
 
     Returns:
-        tokens int64 [B] and log_softmax(logits / temperature)[token] float32 [B] over the whole vocabulary: filtering by
-        top_p, top_k or min_p changes what is drawn, not the log-prob. Greedy rows use temperature 1. A row with a
-        non-finite logit has a non-finite log-prob.
+        tokens int64 [B] and their log_softmax(logits / temperature) float32 [B] over the whole vocabulary: top_p, top_k
+        and min_p change what is drawn, not the log-prob. Greedy rows use temperature 1. A row with a non-finite logit
+        has a non-finite log-prob.
     """
     logits = logits.float()
     greedy = rows.temperature == 0.0

@@ -4,8 +4,8 @@
     waiting --> admit --> prefill --> first token         while there is room
     running --> decode --> next token --> finished        all running sequences at once
 
-Requests join and leave between steps. The loop waits for: the inbox, when nothing can run (idle or paused). Nothing else
-blocks it; a weight update or a checksum is a command and holds up the steps while it runs.
+Requests join and leave between steps. The loop waits for: the inbox, when nothing can run (idle or paused). Nothing
+else blocks it; a weight update or a checksum is a command and holds up the steps while it runs.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Scheduler(threading.Thread):
         self._leave({row: aborted_running() for row, r in enumerate(self._batch.requests) if matches(r)})
 
     def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Stop stepping. `abort` ends all requests, `retract` sends running ones back to waiting without their cache."""
+        """Stop stepping. `abort` ends all requests, `retract` sends running ones back to wait, without their cache."""
         self._paused = True
         if mode == "abort":
             self.abort(lambda _: True)

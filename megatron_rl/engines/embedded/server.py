@@ -57,7 +57,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(_: Request, exception: Exception) -> Response:
         assert isinstance(exception, RequestValidationError | ValidationError)
         message = _explain(exception)
-        # SGLang answers a body of the wrong form in the first style and a wrong value in the second; here both are given.
+        # SGLang answers a body of the wrong form in the first style and a wrong value in the second: here in both.
         body = {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
         return _json({**body, **error(message)}, 400)
 
@@ -67,10 +67,11 @@ def _add_error_handlers(app: FastAPI) -> None:
 
         return handler
 
-    for kind in (RequestValidationError, ValidationError):
-        app.add_exception_handler(kind, invalid)
-    for kind, status in ((BadRequest, 400), (EngineFailed, 500), (ShuttingDown, 503)):
-        app.add_exception_handler(kind, answer_with(status))
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(ValidationError, invalid)
+    app.add_exception_handler(BadRequest, answer_with(400))
+    app.add_exception_handler(EngineFailed, answer_with(500))
+    app.add_exception_handler(ShuttingDown, answer_with(503))
 
 
 def _explain(exception: RequestValidationError | ValidationError) -> str:
@@ -191,7 +192,9 @@ async def _generates(service: Service) -> bool:
     """Whether a token can be generated; a paused engine only has to answer."""
     if service.paused or not await _answers(service):
         return not service.failed and service.paused
-    body = GenerateRequest.model_validate({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+    body = GenerateRequest.model_validate(
+        {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    )
     try:
         await asyncio.wait_for(service.generate(body, asyncio.Event().wait), HEALTH_TIMEOUT_S)
     except (TimeoutError, EngineFailed, ShuttingDown):

@@ -1,6 +1,7 @@
-"""Between HTTP and the scheduler: calls wait at the gate, become requests, and get their answers. Lives in the event loop.
+"""Between HTTP and the scheduler: calls wait at the gate, become requests and get their answers. No routes here.
 
-Waits for: the gate (pause, update), the scheduler's answers. Both last as long as clients want; clients have deadlines.
+Lives in the event loop. Waits for: the gate (pause, update) and the scheduler's answers; both last as long as clients
+want, who have deadlines.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Service:
 
     # ---------------------------------------------------------------------------------------------------- control
     def abort(self, rid: str | None, abort_all: bool) -> None:
-        """Abort all, or the requests whose rid begins with `rid`; their rids may be used again at once. Does not wait."""
+        """Abort all, or the requests whose rid begins with `rid`; the rids are free at once. Does not wait."""
         if not rid and not abort_all:
             return
         prefix = "" if abort_all else str(rid)

@@ -21,8 +21,6 @@ class WeightsError(ValueError):
 
 def load_model(path: str, dtype: Dtype) -> PreTrainedModel:
     """The model in a Hugging Face directory, in evaluation mode. Raises WeightsError."""
-    if not (Path(path) / "config.json").is_file():
-        raise WeightsError(f"{path}: no config.json there; give a Hugging Face model directory")
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -44,14 +42,14 @@ class Weights:
         """Replace all parameters by those in the safetensors files of `path`.
 
         Raises:
-            WeightsError: a file is missing or damaged, or names or shapes are not this model's; nothing has changed then.
+            WeightsError: a file is missing or damaged, or names or shapes are not this model's. Nothing has changed.
         """
         staged = self._read(Path(path))
         for name, parameter in self._parameters.items():
             parameter.copy_(staged.pop(name))
 
     def _read(self, folder: Path) -> dict[str, torch.Tensor]:
-        """All parameters in this model's formats. Names and shapes are checked before the first byte of data is read."""
+        """All parameters in this model's formats. Names and shapes are checked before any data is read."""
         try:
             with ExitStack() as stack:
                 files = [stack.enter_context(safe_open(file, "pt")) for file in _files(folder)]

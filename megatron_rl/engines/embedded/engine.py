@@ -1,0 +1,169 @@
+"""The embedded engine put together: model, scheduler thread, HTTP server, signals, published address, orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+import uvicorn
+from tokenizers import Tokenizer
+
+from .decoder import Decoder
+from .fixed_shapes import FixedShapeDecoder
+from .forward import ForwardPass
+from .options import EmbeddedOptions
+from .protocol import Limits
+from .scheduler import Scheduler
+from .server import create_app
+from .service import Service
+from .weights import Weights, load_model
+
+log = logging.getLogger(__name__)
+GRACE_S = 5
+"""How long answers may take to be written after SIGTERM."""
+
+
+def run(options: EmbeddedOptions, listener: socket.socket) -> bool:
+    """Serve on a bound socket until a signal; False when the engine failed.
+
+    Raises:
+        WeightsError: the model cannot be loaded.
+        ValueError: the model and the options do not fit together.
+    """
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    engine = Engine(options)
+    asyncio.run(engine.serve(listener))
+    return engine.scheduler.failure is None
+
+
+class Engine:
+    """The parts of one server, built in the order in which they need each other."""
+
+    def __init__(self, options: EmbeddedOptions) -> None:
+        self._options = options
+        model = load_model(options.model, options.dtype)
+        forward = ForwardPass(model)
+        limits = _limits(model, options)
+        kind = FixedShapeDecoder if options.deterministic else Decoder
+        decoder = kind(forward, options.max_running_requests, limits.context_length, _kv_budget(options))
+        self.service = Service(limits, options.model, _tokenizer(options.model), options.seed)
+        self.scheduler = Scheduler(
+            decoder,
+            Weights(model),
+            options.weight_version,
+            options.max_running_requests,
+            on_finish=self.service.finished,
+            on_failure=self._on_failure,
+        )
+        information = {
+            "tokenizer_path": options.model,
+            "is_generation": True,
+            "model_type": model.config.model_type,
+            "architectures": model.config.architectures,
+        }
+        config = uvicorn.Config(
+            create_app(self.service, options, information),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=75,
+        )
+        self._server = _Server(config, self._begin_shutdown)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Run to the end; the address is published once requests are answered."""
+        self._loop = asyncio.get_running_loop()
+        self.service.attach(self.scheduler, self._loop)
+        self.scheduler.start()
+        serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        try:
+            while not self._server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            if self._server.started:
+                self._publish(listener)
+            await serving
+        finally:
+            self._retract()
+            self.scheduler.stop()
+            await asyncio.to_thread(self.scheduler.join, GRACE_S)
+
+    def _begin_shutdown(self) -> None:
+        self._loop.call_soon_threadsafe(self.service.close)
+
+    def _on_failure(self) -> None:
+        self._server.should_exit = True
+
+    def _publish(self, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        url = f"http://{host}:{port}"
+        log.info("engine ready at %s, model %s", url, self._options.model)
+        if self._options.endpoint_file is not None:
+            text = json.dumps({"url": url, "pid": os.getpid(), "model": self._options.model})
+            _write_atomically(Path(self._options.endpoint_file), text)
+
+    def _retract(self) -> None:
+        """Remove the published address, unless a successor has published its own."""
+        if self._options.endpoint_file is None:
+            return
+        path = Path(self._options.endpoint_file)
+        try:
+            if json.loads(path.read_text())["pid"] == os.getpid():
+                path.unlink()
+        except (FileNotFoundError, ValueError, KeyError):
+            pass
+
+
+class _Server(uvicorn.Server):
+    """Ends with status 0 on a signal: uvicorn would raise the signal again after its shutdown."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        self._on_signal()
+
+
+def _limits(model: Any, options: EmbeddedOptions) -> Limits:
+    longest = model.config.max_position_embeddings
+    length = options.context_length or longest
+    if length > longest:
+        raise ValueError(f"context_length={length} exceeds the model's max_position_embeddings={longest}")
+    generation = getattr(model, "generation_config", None)
+    found = [model.config.eos_token_id, getattr(generation, "eos_token_id", None)]
+    eos = {i for ids in found if ids is not None for i in (ids if isinstance(ids, list) else [ids])}
+    return Limits(model.config.vocab_size, length, frozenset(eos))
+
+
+def _kv_budget(options: EmbeddedOptions) -> int:
+    if options.kv_cache_gib is not None:
+        return int(options.kv_cache_gib * 2**30)
+    return int(psutil.virtual_memory().available) // 2
+
+
+def _tokenizer(model: str) -> Tokenizer | None:
+    path = Path(model) / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, path)
