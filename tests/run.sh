@@ -62,8 +62,8 @@ check() { # NAME COMMAND...; runs on after a failure, so that one run shows ever
 }
 
 lint_all() {
-  check "ruff (bugs, style, docstrings)" ruff check .
-  check "ruff (format)" ruff format --check .
+  check "ruff (bugs, style, docstrings)" ruff check --output-format concise .
+  check "ruff (format)" ruff format --check --output-format concise .
   check "shellcheck" shellcheck -x --source-path="$MRL_ROOT" launch/*.sh tests/run.sh .ci/run
   check "import rules" lint-imports --no-cache
   check "mypy (types)" mypy

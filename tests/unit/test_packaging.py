@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -31,12 +32,17 @@ NOT_FROM_PYPI = {"transformer_engine", "apex"}
 
 
 def files(*suffixes: str) -> Iterator[Path]:
-    """Files of the working tree with one of the suffixes, caches and environments left out."""
-    for path in sorted(ROOT.rglob("*")):
-        parts = path.relative_to(ROOT).parts
-        ours = not any(_is_left_by_a_tool(part) for part in parts[:-1])
-        if ours and path.suffix in suffixes and path.is_file():
-            yield path
+    """Files of the working tree with one of the suffixes; caches, environments and what runs left are not ours."""
+    return (path for path in _working_tree() if path.suffix in suffixes)
+
+
+@cache
+def _working_tree() -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if not _is_left_by_a_tool(name)]
+        found += [Path(folder) / name for name in names]
+    return sorted(found)
 
 
 def _is_left_by_a_tool(folder: str) -> bool:
