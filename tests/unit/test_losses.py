@@ -182,7 +182,7 @@ def one_token(ratio, advantage, spec):
         weights=torch.ones(1, dtype=torch.float64),
     )
     (gradient,) = torch.autograd.grad(loss, logp)
-    return float(loss), float(gradient), int(flags)
+    return float(loss.detach()), float(gradient), int(flags)
 
 
 @pytest.mark.parametrize(
