@@ -80,6 +80,7 @@ async def train(scheduler: Scheduler, first: int = 0, last: int | None = None) -
             scheduler.publish(step)
             assert await until_settled(scheduler, step) == "ready", scheduler.progress.message
             batch = scheduler.batch(step)
+            assert {g.version_first for g in batch} == {step}, "a surplus of older weights was trained on"
             facts = {"batch": [g.id for g in batch], "informative": all(g.informative for g in batch)}
             facts |= {"metrics": scheduler.metrics(), "started": scheduler.progress.started}
             await asyncio.sleep(0.01)  # what is not needed is ended beside the training
