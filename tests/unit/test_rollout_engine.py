@@ -238,6 +238,20 @@ def test_overlong_responses_are_punished_filtered_and_shuffling_permutes_rewards
     assert (shuffled.trainable_tokens == np.where(table.truncated, 0, table.response_length)).all()
 
 
+def test_groups_that_were_aborted_are_sampled_anew_and_none_is_trained_on_twice(engine, model, tmp_path):
+    cfg = config(tmp_path, model, [engine], deterministic=False, rollout={"oversample": 3.0, "groups_per_step": 2})
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        steps = sampled(engine, model, client, 0, 4)
+        ledger = client.ledger()
+    assert [len(table) for table, _ in steps] == [8] * 4
+    assert all(table.informative.all() for table, _ in steps)
+    assert all(set(table.version_first) == {step} for step, (table, _) in enumerate(steps))
+    names = [name for table, _ in steps for name in table.sample_ids]
+    assert len(names) == len(set(names))
+    assert ledger["trained"] == 8
+    assert ledger["drawn"] < 4 * 6, "no prompt that was given back was used again"
+
+
 def test_tokens_of_older_weights_fail_the_step_and_name_the_engine(engine, model, tmp_path):
     EngineControl([engine], timeout_s=60).update_from_disk(model, 0)
     cfg = config(tmp_path, model, [engine])
