@@ -41,7 +41,7 @@ class RolloutConfig(Section):
     overlong_filter: bool = False
     """Take truncated responses out of the loss (they stay in the group's statistics)."""
     concurrency: int = Field(512, ge=1)
-    """Requests in flight at once, over all engines."""
+    """Sequences in flight at once, over all engines."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Deadline of one generation request."""
     step_timeout_s: float = Field(3600.0, gt=0)
