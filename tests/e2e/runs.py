@@ -39,7 +39,8 @@ class FinishedRun:
 
 def make_inputs(folder: Path, seed: int = 1, **options: Any) -> Path:
     """Tiny model, tokenizer and prompts, as the quickstart makes them."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    words = [name if value is None else f"{name}={value}" for name, value in flags.items()]
     command = [sys.executable, str(ROOT / "tools" / "make_quickstart.py"), "--out", str(folder), "--seed", str(seed)]
     subprocess.run([*command, *words], check=True, capture_output=True, timeout=120)
     return folder
