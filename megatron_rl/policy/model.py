@@ -106,7 +106,11 @@ def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: Paral
         add_qkv_bias=hf.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        perform_initialization=False,  # `weights.load` sets every parameter
+        # `weights.load` sets every parameter. Not perform_initialization=False: Megatron would then not mark which
+        # parameters are split over tensor-parallel ranks, and count only the first rank's part in the gradient norm.
+        init_method=_leave_unset,
+        output_layer_init_method=_leave_unset,
+        embedding_init_method=_leave_unset,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -117,6 +121,10 @@ def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: Paral
         **_recompute_options(parallel_cfg),
         **_kernel_options(),
     )
+
+
+def _leave_unset(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
