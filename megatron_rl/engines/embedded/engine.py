@@ -95,7 +95,8 @@ class Engine:
         finally:
             self._retract()
             self.scheduler.stop()
-            await asyncio.to_thread(self.scheduler.join, GRACE_S)
+            if not await asyncio.to_thread(self.scheduler.join, GRACE_S):
+                log.warning("the step in progress did not end within %d s of the shutdown", GRACE_S)
 
     def _begin_shutdown(self) -> None:
         self._loop.call_soon_threadsafe(self.service.close)

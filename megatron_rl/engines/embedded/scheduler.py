@@ -43,16 +43,16 @@ class Load:
     tokens_per_second: float
 
 
-class Scheduler(threading.Thread):
-    """Start with `start`, end with `stop`. Methods below the line of `run` belong to this thread: reach them by `call`.
+class Scheduler:
+    """Start with `start`, end with `stop` and `join`. Commands belong to its thread: others reach them by `call`.
 
     Args:
         decoder: the model and its cache.
         weights: its parameters.
         version: their name.
         max_running: sequences decoded at once.
-        on_finish: called in this thread with the requests that a step or a command ended.
-        on_failure: called in this thread, once, when an error has ended the loop.
+        on_finish: called in its thread with the requests that a step or a command ended.
+        on_failure: called in its thread, once, when an error has ended the loop.
     """
 
     def __init__(
@@ -64,24 +64,39 @@ class Scheduler(threading.Thread):
         on_finish: Callable[[Sequence[Request]], None],
         on_failure: Callable[[], None],
     ) -> None:
-        super().__init__(name="scheduler", daemon=True)
         self.version = version
         self.failure: BaseException | None = None
         self._decoder, self._weights, self._max_running = decoder, weights, max_running
         self._on_finish, self._on_failure = on_finish, on_failure
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._unfinished: set[Request] = set()
         self._waiting: deque[Request] = deque()
         self._batch = Batch(max_running, decoder.forward.vocab_size)
         self._paused = self._stopping = False
         self._tokens_per_second = 0.0
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     # ------------------------------------------------------------------------------------------- from any thread
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the loop to end after `stop`; whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, in order; `on_finish` reports each exactly once."""
-        self._inbox.put(lambda: self._waiting.extend(requests))
+
+        def command() -> None:
+            self._waiting.extend(requests)
+            self._unfinished.update(requests)
+
+        self._inbox.put(command)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` in this thread between two steps. After a failure of the loop the future holds an error."""
+        """Run `function` in the scheduler's thread between two steps; an error when the loop has failed."""
         future: Future[T] = Future()
 
         def command() -> None:
@@ -100,7 +115,7 @@ class Scheduler(threading.Thread):
         self._inbox.put(self._stop)
 
     # ------------------------------------------------------------------------------------------- this thread only
-    def run(self) -> None:
+    def _run(self) -> None:
         """The loop. After an error every request, present or later, ends with it until `stop`."""
         try:
             with torch.inference_mode():
@@ -113,11 +128,8 @@ class Scheduler(threading.Thread):
             log.exception("the scheduler failed")
             self.failure = error
             self._on_failure()
-            running = list(self._batch.requests)
             while not self._stopping:
-                self._finish([(r, failed(f"the engine has failed: {error!r}")) for r in (*running, *self._waiting)])
-                running = []
-                self._waiting.clear()
+                self._finish([(r, failed(f"the engine has failed: {error!r}")) for r in self._unfinished])
                 self._inbox.get()()
 
     def _run_commands(self) -> None:
@@ -209,12 +221,14 @@ class Scheduler(threading.Thread):
     def _finish(self, ended: Sequence[tuple[Request, dict[str, Any]]]) -> None:
         for request, reason in ended:
             request.finish_reason, request.version = reason, self.version
+            self._unfinished.discard(request)
         if ended:
             self._on_finish([request for request, _ in ended])
 
     def _stop(self) -> None:
         self._stopping = True
-        self.abort(lambda _: True)
+        if self.failure is None:
+            self.abort(lambda _: True)
 
     # ------------------------------------------------------------------------------------------- commands, by `call`
     def abort(self, matches: Callable[[Request], bool]) -> None:
