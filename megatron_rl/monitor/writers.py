@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from .files import write_atomic
 from .metrics import MetricValue
@@ -87,7 +87,13 @@ class WandbWriter:
     """
 
     def __init__(
-        self, run_dir: str | Path, *, project: str, name: str, config: Mapping[str, Any], mode: str | None = None
+        self,
+        run_dir: str | Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        mode: Literal["online", "offline", "disabled"] | None = None,
     ) -> None:
         """Start or continue the run. `mode`: None leaves it to wandb, else `online`, `offline` or `disabled`.
 
