@@ -93,7 +93,7 @@ class Engine:
                 self._publish(listener)
             await serving
         finally:
-            self._retract()
+            self._unpublish()
             self.scheduler.stop()
             if not await asyncio.to_thread(self.scheduler.join, GRACE_S):
                 log.warning("the step in progress did not end within %d s of the shutdown", GRACE_S)
@@ -105,14 +105,13 @@ class Engine:
         self._server.should_exit = True
 
     def _publish(self, listener: socket.socket) -> None:
-        host, port = listener.getsockname()[:2]
-        url = f"http://{host}:{port}"
+        url = _url(listener)
         log.info("engine ready at %s, model %s", url, self._options.model)
         if self._options.endpoint_file is not None:
             text = json.dumps({"url": url, "pid": os.getpid(), "model": self._options.model})
             _write_atomically(Path(self._options.endpoint_file), text)
 
-    def _retract(self) -> None:
+    def _unpublish(self) -> None:
         """Remove the published address, unless a successor has published its own."""
         if self._options.endpoint_file is None:
             return
@@ -136,6 +135,14 @@ class _Server(uvicorn.Server):
             self.force_exit = True
         self.should_exit = True
         self._on_signal()
+
+
+def _url(listener: socket.socket) -> str:
+    """How others reach it: an address that means all interfaces is replaced by the name of this machine."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _limits(model: Any, options: EmbeddedOptions) -> Limits:
