@@ -95,6 +95,7 @@ def _write(writer: str, paths: dict[bool, str], runs: Path) -> dict[str, Any]:
         policy = Policy.build(cfg)
         policy.freeze_reference()
         _train(policy, cfg, dp_rank, range(BEFORE))
+        random.random(), np.random.rand(), torch.rand(1)  # the generators are no longer as `initialize` left them
         extra = {"progress": {"step": BEFORE}, "controller": b"state"}
         folder = policy.save(run_dir, BEFORE, extra, metric=0.5)
         drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))

@@ -28,6 +28,7 @@ SCENARIOS = (
     "reference",
     "warm_up",
     "clipping",
+    "weight_decay",
     "sharing",
 )
 
@@ -229,6 +230,18 @@ def _clipping(cfg: Any, dp_rank: int) -> Any:
     return norms
 
 
+def _weight_decay(cfg: Any, dp_rank: int) -> Any:
+    """With a gradient of zero only the decay moves the weights: the factor of each, by its number of dimensions."""
+    optimizer = cfg.optimizer.model_copy(update={"weight_decay": 0.5})
+    policy = _policy(cfg.model_copy(update={"optimizer": optimizer}))
+    before = _weights(policy)
+    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    policy.set_learning_rate(0.1)
+    policy.train_step(batch.with_arrays(weights=np.zeros_like(batch.weights)), plan, SPEC)
+    pairs = list(zip(before, _weights(policy), strict=True))
+    return {d: [float(new.sum() / old.sum()) for old, new in pairs if (old.dim() > 1) is d] for d in (False, True)}
+
+
 def _sharing(cfg: Any, dp_rank: int) -> Any:
     from megatron_rl.policy.distributed import is_data_parallel_leader
     from megatron_rl.policy.exchange import broadcast_batch, broadcast_to_model_parallel
@@ -338,6 +351,14 @@ def test_clipping_scales_the_gradient_but_not_the_reported_norm(found):
         assert clipped_norm == pytest.approx(norm, rel=1e-6)
         assert left == pytest.approx(norm, rel=1e-6)
         assert clipped_left == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_weights_decay_but_norms_do_not(found):
+    for factors in of(found, "weight_decay"):
+        assert factors[False] == pytest.approx([1.0] * len(factors[False]))
+        assert factors[True] == pytest.approx([0.95] * len(factors[True]), rel=1e-4)
+        assert factors[False]
+        assert factors[True]
 
 
 def test_a_leaders_bytes_and_batch_reach_its_model_parallel_peers(found):
