@@ -47,10 +47,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "recompute": "selective",
     },
-    "pp2-vpp2": {
+    "tp2-pp2-vpp2": {
+        "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
-        "data_parallel_size": 2,
     },
 }
 # Every family in the plain layouts; what a layout does beyond them does not depend on the family's names.

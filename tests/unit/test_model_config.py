@@ -74,6 +74,15 @@ def test_megatron_does_not_rescale_the_loss(tmp_path: Path) -> None:
     assert config.params_dtype is config.pipeline_dtype is torch.bfloat16
 
 
+def test_interleaved_stages_send_separately_and_keep_what_is_being_sent(tmp_path: Path) -> None:
+    """Megatron's defaults give wrong numbers without an error: at PP 2 always, over gloo depending on timing."""
+    parallel_cfg = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    config = transformer_config(hf_of(tmp_path, layers=4), ModelConfig(path="x"), parallel_cfg)
+    assert config.overlap_p2p_comm
+    assert not config.batch_p2p_comm
+    assert config.deallocate_pipeline_outputs == torch.cuda.is_available()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_equals_torch_in_value_and_gradient(dtype: torch.dtype) -> None:
     norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 48, eps=1e-3)
