@@ -108,11 +108,11 @@ def test_joining_growing_and_moving_keep_what_is_cached(qwen3: Any, kind: type[D
     decoder.prefill([first], [[0]], 0)
     longs = [prompt(120 + i, i) for i in range(30)]  # more slots and a longer cache than before
     decoder.prefill(longs, [[1 + i] for i in range(30)], 1)
-    decoder.move(np.array([0, 1]), np.array([29, 30]), 150)  # slots 0 and 1 are given up, the last two take their place
-    live = [longs[28], longs[29], *longs[1:28]]
+    decoder.move(np.array([1, 2]), np.array([29, 30]), 150)  # slots 1 and 2 are given up, the last two take their place
+    live = [first, longs[28], longs[29], *longs[2:28]]
     new = prompt(len(live), 7)
     logits = decoder.decode(new, np.array([len(s) for s in live]))
-    for row in (0, 1, 2, 28):
+    for row in (0, 1, 2, 3, 28):
         expected = full_logits(qwen3, np.append(live[row], new[row]))[-1]
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=2e-5)
 
@@ -160,15 +160,20 @@ def test_fixed_shapes_that_do_not_fit_are_refused_with_the_keys_to_change(qwen3:
         FixedShapeDecoder(ForwardPass(qwen3), 4096, 512, 2**20)
 
 
-def test_wiped_slots_do_not_spread_nan(qwen3: Any) -> None:
-    decoder = Decoder(ForwardPass(qwen3), 2, 64, PLENTY)
-    decoder.prefill([prompt(30), prompt(30, 1)], [[0], [1]], 0)
-    decoder.cache.values[1][1] = float("nan")
-    decoder.wipe(np.array([1]))
+@pytest.mark.parametrize("kind", [Decoder, FixedShapeDecoder])
+def test_wiped_slots_do_not_spread_nan(qwen3: Any, kind: type[Decoder]) -> None:
+    decoder = kind(ForwardPass(qwen3), 2, 64, PLENTY)
+    weight = qwen3.model.layers[0].input_layernorm.weight
+    healthy = weight.clone()
+    weight.fill_(float("nan"))
+    assert decoder.prefill([prompt(30), prompt(30, 1)], [[0], [1]], 0).isnan().all()
+    weight.copy_(healthy)
+    decoder.wipe(np.array([0, 1]))
     short = prompt(4)
-    decoder.prefill([short], [[1]], 1)  # shorter: the rest of the slot is masked, not overwritten
-    logits = decoder.decode(np.array([1, 2]), np.array([30, 4]))
-    torch.testing.assert_close(logits[1], full_logits(qwen3, np.append(short, 2))[-1], rtol=0, atol=2e-5)
+    decoder.prefill([short, short[:2]], [[0], [1]], 0)  # shorter: what lies behind is masked, not overwritten
+    logits = decoder.decode(np.array([1, 2]), np.array([4, 2]))
+    for row, tokens in enumerate((np.append(short, 1), np.append(short[:2], 2))):
+        torch.testing.assert_close(logits[row], full_logits(qwen3, tokens)[-1], rtol=0, atol=2e-5)
 
 
 def test_models_that_cannot_be_driven_are_refused(qwen3: Any) -> None:

@@ -122,18 +122,19 @@ def test_memory_bounds_how_many_run_but_all_get_done(path: Path, rigs: Callable[
 
 def test_weights_with_nan_fail_the_requests_and_not_the_engine(path: Path, rigs: Callable[..., Rig]) -> None:
     rig = rigs(path)
-    broken = [request("a", [5, 6]), request("b", [7])]
-    rig.call(lambda: rig.model.model.norm.weight.fill_(float("nan")))
+    broken = [request("a", range(4, 24)), request("b", range(5, 30))]
+    rig.call(lambda: rig.model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan")))
     rig.run(broken)
     for r in broken:
         assert r.finish_reason is not None
         assert r.finish_reason["status_code"] == 500
         assert "not finite" in r.finish_reason["message"]
-    rig.call(lambda: rig.scheduler.update_weights(str(path), "v1", True))
-    healthy = request("c", [5, 6])
-    rig.run([healthy])
-    assert healthy.finish_reason == {"type": "length", "length": 8}
-    assert np.isfinite(healthy.log_probs).all()
+    rig.call(lambda: rig.scheduler.update_weights(str(path), "v1", False))
+    healthy = [request("c", [5, 6]), request("d", [7])]  # shorter, in the same slots, whose cache was not flushed
+    rig.run(healthy)
+    for r in healthy:
+        assert r.finish_reason == {"type": "length", "length": 8}
+        assert np.isfinite(r.log_probs).all()
     assert not rig.failed.is_set()
 
 

@@ -86,6 +86,11 @@ class FixedShapeDecoder(Decoder):
 
         return self.forward.hidden_states(tokens, positions, attend)
 
+    def wipe(self, slots: NDArray[np.int64]) -> None:
+        """See `Decoder.wipe`; whichever scratch rows the prompts went through are wiped with them."""
+        super().wipe(slots)
+        self._scratch.zero(torch.arange(ROWS))
+
     def _copy_to_slots(self, slots: list[Sequence[int]], length: int) -> None:
         targets = torch.tensor([slot for copies in slots for slot in copies])
         sources = torch.from_numpy(np.repeat(np.arange(len(slots)), [len(copies) for copies in slots]))
