@@ -53,7 +53,7 @@ class LossSpec:
     def from_config(cls, algorithm: Any) -> LossSpec:
         """The spec of a config section `algorithm` (or of any object with these attributes)."""
         return cls(
-            kind=getattr(algorithm, "loss", "ppo"),
+            kind=algorithm.loss,
             eps_low=algorithm.eps_low,
             eps_high=algorithm.eps_high,
             dual_clip=algorithm.dual_clip,

@@ -36,6 +36,8 @@ class AlgorithmConfig(Section):
     """How rewards of a group become advantages."""
     std: Literal["population", "sample", "none"] = "population"
     """Standard deviation that `grpo` divides by."""
+    loss: Literal["ppo"] = "ppo"
+    """Token loss, by its name in `algorithms.losses.LOSSES`."""
     eps_low: float = Field(0.2, ge=0, le=1)
     """Lower clip: ratios below 1 - eps_low."""
     eps_high: float = Field(0.28, ge=0)
