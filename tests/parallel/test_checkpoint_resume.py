@@ -93,6 +93,8 @@ def _write(writer: str, paths: dict[bool, str], runs: Path) -> dict[str, Any]:
     run_dir = runs / writer
     with layout(cfg) as dp_rank:
         policy = Policy.build(cfg)
+        batch, plan = local_part(make_batch(VOCAB, seed=50), cfg, dp_rank)
+        policy.sft_step(batch, plan, 1e-2)  # the reference is not what `model.path` holds
         policy.freeze_reference()
         _train(policy, cfg, dp_rank, range(BEFORE))
         random.random(), np.random.rand(), torch.rand(1)  # the generators are no longer as `initialize` left them
