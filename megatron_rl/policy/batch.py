@@ -7,13 +7,10 @@ the predicting position happens in one place only, `packing.pack`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-from safetensors.numpy import load as load_safetensors
-from safetensors.numpy import save as save_safetensors
 
 TOKEN_FIELDS = ("advantages", "weights", "behaviour_log_probs", "old_log_probs", "reference_log_probs")
 """The optional per-token float32 arrays of a `SequenceBatch`."""
@@ -145,19 +142,6 @@ class SequenceBatch:
             **arrays,
         )
 
-    def to_bytes(self) -> bytes:
-        """Typed binary form (safetensors), for the trip from a leader to its model-parallel peers."""
-        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_ids"}
-        present = {name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}
-        return save_safetensors(present | {"sample_ids": _encode_ids(self.sample_ids)})
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> SequenceBatch:
-        """Inverse of `to_bytes`."""
-        arrays = load_safetensors(data)
-        sample_ids = json.loads(arrays.pop("sample_ids").tobytes())
-        return cls(sample_ids=tuple(sample_ids), **arrays)
-
 
 def ragged_rows(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Indices of the concatenation of `range(start, start + length)`; all int64.
@@ -171,10 +155,6 @@ def ragged_rows(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _concatenate(parts: Sequence[Sequence[int] | np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.asarray(part, dtype=dtype) for part in parts]) if len(parts) else np.zeros(0, dtype=dtype)
-
-
-def _encode_ids(sample_ids: tuple[str, ...]) -> np.ndarray:
-    return np.frombuffer(json.dumps(sample_ids).encode(), dtype=np.uint8)
 
 
 def _check(batch: SequenceBatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.distributed import device, is_data_parallel_leader, model_parallel_group
 
 
@@ -36,15 +35,6 @@ def broadcast_to_model_parallel(data: bytes | None) -> bytes:
     if buffer.numel():
         dist.broadcast(buffer, src=source, group=group)
     return buffer.cpu().numpy().tobytes()
-
-
-def broadcast_batch(batch: SequenceBatch | None) -> SequenceBatch:
-    """`broadcast_to_model_parallel` for a batch: the leader passes it, its peers pass None, all return it."""
-    if not is_data_parallel_leader():
-        return SequenceBatch.from_bytes(broadcast_to_model_parallel(None))
-    broadcast_to_model_parallel(None if batch is None else batch.to_bytes())
-    assert batch is not None
-    return batch
 
 
 def on_rank_zero(call: Callable[[], object], error: type[Exception]) -> None:

@@ -30,6 +30,7 @@ SCENARIOS = (
     "clipping",
     "weight_decay",
     "sharing",
+    "failure_on_rank_zero",
 )
 
 
@@ -244,16 +245,26 @@ def _weight_decay(cfg: Any, dp_rank: int) -> Any:
 
 def _sharing(cfg: Any, dp_rank: int) -> Any:
     from megatron_rl.policy.distributed import is_data_parallel_leader
-    from megatron_rl.policy.exchange import broadcast_batch, broadcast_to_model_parallel
+    from megatron_rl.policy.exchange import broadcast_to_model_parallel
 
+    shard = f"shard {dp_rank}".encode() * 1000
     leader = is_data_parallel_leader()
-    batch, _ = local_part(make_batch(VOCAB), cfg, dp_rank)
-    shared = broadcast_batch(batch if leader else None)
-    return {
-        "bytes": broadcast_to_model_parallel(b"shard %d" % dp_rank if leader else None) == b"shard %d" % dp_rank,
-        "nothing": broadcast_to_model_parallel(b"" if leader else None),
-        "batch": shared.to_bytes() == batch.to_bytes(),
-    }
+    received = broadcast_to_model_parallel(shard if leader else None)
+    return received == shard, broadcast_to_model_parallel(b"" if leader else None)
+
+
+def _failure_on_rank_zero(cfg: Any, dp_rank: int) -> Any:
+    from megatron_rl.policy.checkpoint import CheckpointError
+    from megatron_rl.policy.exchange import on_rank_zero
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    try:
+        on_rank_zero(fail, CheckpointError)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
@@ -361,5 +372,9 @@ def test_weights_decay_but_norms_do_not(found):
         assert factors[True]
 
 
-def test_a_leaders_bytes_and_batch_reach_its_model_parallel_peers(found):
-    assert of(found, "sharing") == [{"bytes": True, "nothing": b"", "batch": True}] * 6
+def test_a_leaders_bytes_reach_its_model_parallel_peers(found):
+    assert of(found, "sharing") == [(True, b"")] * 6
+
+
+def test_rank_zeros_failure_is_raised_on_every_rank(found):
+    assert of(found, "failure_on_rank_zero") == ["OSError: disk full"] * 6

@@ -124,15 +124,6 @@ def test_select_and_concat_are_inverse(lengths, data):
         assert np.array_equal(getattr(back, field.name), getattr(batch, field.name)), field.name
 
 
-def test_bytes_round_trip_keeps_every_array():
-    batch = make_batch([3, 1, 5]).with_arrays(old_log_probs=None)
-    back = SequenceBatch.from_bytes(batch.to_bytes())
-    assert back.sample_ids == batch.sample_ids
-    assert back.old_log_probs is None
-    for field in dataclasses.fields(batch):
-        assert np.array_equal(getattr(back, field.name), getattr(batch, field.name)), field.name
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
