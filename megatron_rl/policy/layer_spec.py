@@ -54,12 +54,12 @@ def _with_own_modules(block: Any, inv_freq: Tensor) -> Any:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=PackedAttention, params={"inv_freq": inv_freq})
-        if layer_has_qk_norm(attention):
+        if _has_qk_norm(attention):
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return block
 
 
-def layer_has_qk_norm(attention: Any) -> bool:
+def _has_qk_norm(attention: Any) -> bool:
     """Whether the spec of an attention layer norms its queries and keys."""
     from megatron.core.transformer.identity_op import IdentityOp
 

@@ -96,7 +96,8 @@ class _AllOrNothing:
         failed = torch.tensor([dist.get_rank() + 1 if error is not None else 0], device=device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if error is not None:
-            raise WeightsError(f"could not {self.what}: {error}; free space or fix permissions, then resume") from error
+            hint = "; free space or fix permissions, then resume" if isinstance(error, OSError) else ""
+            raise WeightsError(f"could not {self.what}: {error}{hint}") from error
         if failed.item():
             raise WeightsError(f"could not {self.what}: rank {int(failed) - 1} failed, see its log")
 
