@@ -107,7 +107,7 @@ def sft_batches(cfg: Config) -> Iterator[tuple[SequenceBatch, Plan]]:
             [len(p) + len(t) for p, t in pairs],
             cfg.parallel.data_parallel_size,
             cfg.algorithm.max_tokens_per_microbatch,
-            cfg.parallel.pipeline_model_parallel_size if cfg.parallel.virtual_pipeline_model_parallel_size else 1,
+            cfg.parallel.microbatch_multiple,
         )
         weights = token_weights("token_mean", [len(target) for _, target in pairs])
         mine = plan.sequences(data_parallel_rank())

@@ -17,9 +17,10 @@ import time
 from types import FrameType
 
 from megatron_rl.config import Config, dump
+from megatron_rl.files import write_atomic
 
 from .processes import EXIT_RESUMABLE, Role, start, stop
-from .run_dir import RunDir, write_atomically
+from .run_dir import RunDir
 
 
 class RunFailed(RuntimeError):
@@ -36,7 +37,7 @@ def run_local(cfg: Config, resume: bool) -> int:
     run = RunDir(cfg.run_dir)
     with run.locked():
         run.prepare(resume)
-        write_atomically(run.config, dump(cfg))
+        write_atomic(run.config, dump(cfg))
         roles: list[Role] = []
         try:
             _start_all(cfg, run, resume, roles)

@@ -100,13 +100,3 @@ def _owner(text: str) -> str:
     except json.JSONDecodeError:
         return "another run"
     return f"process {owner['pid']} on {owner['host']}, running for {(time.time() - owner['since']) / 60:.0f} min"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new text, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, path)

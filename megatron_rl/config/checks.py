@@ -22,7 +22,7 @@ def check(cfg: Config) -> HfConfig:
         ConfigError: listing every problem found, each with key, value, what is allowed and what to do.
     """
     hf = read_hf_config(cfg.model.path)
-    checks = (_layout(cfg, hf), _weights(cfg), _lengths(cfg, hf), _batch(cfg), _files(cfg), _advantages(cfg))
+    checks = (_layout(cfg, hf), _weights(cfg), _lengths(cfg, hf), _cap(cfg), _batch(cfg), _files(cfg), _advantages(cfg))
     problems = [problem for found in checks for problem in found]
     if problems:
         raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -99,6 +99,15 @@ def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:
         yield (
             f"algorithm.max_tokens_per_microbatch={cfg.algorithm.max_tokens_per_microbatch} cannot hold the longest "
             f"sequence of {total} tokens (rollout.max_prompt_tokens + rollout.max_response_tokens); raise it"
+        )
+
+
+def _cap(cfg: Config) -> Iterator[str]:
+    tp, cap = cfg.parallel.tensor_model_parallel_size, cfg.algorithm.max_tokens_per_microbatch
+    if cfg.parallel.sequence_parallel and cap % tp:
+        yield (
+            f"algorithm.max_tokens_per_microbatch={cap}: with sequence_parallel micro-batches are padded to a multiple "
+            f"of tensor_model_parallel_size={tp}, so the cap must be one; use {cap - cap % tp}"
         )
 
 

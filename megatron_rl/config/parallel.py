@@ -36,6 +36,11 @@ class ParallelConfig(Section):
         """Ranks that hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
+    @property
+    def microbatch_multiple(self) -> int:
+        """Micro-batch counts are multiples of this: Megatron's interleaved schedule works in groups of PP."""
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
+
     @model_validator(mode="after")
     def _world(self) -> ParallelConfig:
         product = self.model_parallel_size * self.data_parallel_size

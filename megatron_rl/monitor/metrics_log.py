@@ -15,7 +15,8 @@ from typing import Any
 
 import orjson
 
-from .files import write_atomic
+from megatron_rl.files import write_atomic
+
 from .metrics import MetricValue
 
 METRICS_FILE = "metrics.jsonl"

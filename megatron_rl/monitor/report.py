@@ -18,8 +18,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from megatron_rl import __version__
+from megatron_rl.files import write_atomic
 
-from .files import write_atomic
 from .report_charts import build_charts
 from .report_data import ReportError, read_run
 from .report_facts import headline, health_lines, metric_rows, run_facts

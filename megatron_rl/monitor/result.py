@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import orjson
 
-from .files import write_atomic
+from megatron_rl.files import write_atomic
 
 FILE_NAME = "result.json"
 Interval = tuple[float, float]

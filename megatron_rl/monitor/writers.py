@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from .files import write_atomic
+from megatron_rl.files import write_atomic
+
 from .metrics import MetricValue
 from .metrics_log import METRICS_FILE, SFT_STEP, MetricsLog
 

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.files import sync
+
 MANIFEST = "manifest.json"
 EXTRA = "extra"
 _TEMPORARY = ".tmp-"
@@ -100,12 +102,12 @@ def complete(
     manifest = Manifest(step, metric, dict(layout), config_hash, files)
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     for path in [*_files(folder), *(p for p in folder.rglob("*") if p.is_dir()), folder]:
-        _sync(path)
+        sync(path)
     final = folder.with_name(_name(step))
     if final.exists():
         os.replace(final, final.with_name(f"{_TEMPORARY}old-{final.name}"))
     os.replace(folder, final)
-    _sync(final.parent)
+    sync(final.parent)
     return final
 
 
@@ -213,11 +215,3 @@ def _remove(checkpoint: Path) -> None:
     doomed = checkpoint.with_name(f"{_TEMPORARY}old-{checkpoint.name}")
     os.replace(checkpoint, doomed)
     shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

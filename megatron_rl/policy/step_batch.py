@@ -85,8 +85,6 @@ def _update(
         table["prompt_length"][rows] + table["response_length"][rows],
         dp_size=cfg.parallel.data_parallel_size,
         max_tokens=cfg.algorithm.max_tokens_per_microbatch,
-        multiple_of=cfg.parallel.pipeline_model_parallel_size
-        if cfg.parallel.virtual_pipeline_model_parallel_size
-        else 1,
+        multiple_of=cfg.parallel.microbatch_multiple,
     )
     return Update(rows, advantages[rows].astype(np.float32), np.asarray(weights, dtype=np.float32), plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.data import PromptRecord
+from megatron_rl.files import atomic_file
 
 from .sample import Group, Sample
 from .scoring import Decoder
@@ -65,13 +65,8 @@ def write_dump(
             step, group, record, decoder.decode(group.samples[0].prompt_tokens.tolist()), group.id in batch
         )
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
+    with atomic_file(path) as file:
         pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _rows(step: int, group: Group, record: PromptRecord, prompt: str, in_batch: bool) -> list[dict[str, object]]:

@@ -6,11 +6,12 @@ The file is written after the port is bound, whole, and readable by its owner on
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from megatron_rl.files import write_atomic
 
 POLL_S = 0.1
 
@@ -31,16 +32,7 @@ def controller_file(run_dir: str | Path) -> Path:
 
 def publish(run_dir: str | Path, endpoint: Endpoint) -> Path:
     """Write the file atomically with mode 0600."""
-    path = controller_file(run_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        json.dump(asdict(endpoint), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    return path
+    return write_atomic(controller_file(run_dir), json.dumps(asdict(endpoint)), mode=0o600)
 
 
 def read(run_dir: str | Path) -> Endpoint | None:

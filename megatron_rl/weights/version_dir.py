@@ -26,6 +26,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_rl.files import sync, write_atomic
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.export import export_hf_weights
 from megatron_rl.weights.reader import INDEX, SINGLE
@@ -76,7 +77,7 @@ def write_version(chunks: Sequence[Any], hf: HfConfig, source_dir: str | Path, o
         if is_main:
             _write_index(writing)
             _copy_other_files(source_dir, writing, _dtype_of(chunks))
-            _sync_directory(writing)
+            sync(writing)
             _move_into_place(writing, out_dir)
     return out_dir
 
@@ -115,8 +116,7 @@ def _write_stage(chunks: Sequence[Any], hf: HfConfig, writing: Path) -> None:
     if writes:
         file = writing / (SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors")
         save_file(tensors, file, metadata={"format": "pt"})
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
+        sync(file)
 
 
 def _write_index(writing: Path) -> None:
@@ -146,25 +146,14 @@ def _copy_other_files(source_dir: Path, writing: Path, dtype: torch.dtype) -> No
 
 
 def _write_json(path: Path, content: Any) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_atomic(path, json.dumps(content, indent=2))
 
 
 def _move_into_place(writing: Path, out_dir: Path) -> None:
     if out_dir.exists():
         _remove(out_dir)
     os.replace(writing, out_dir)
-    _sync_directory(out_dir.parent)
+    sync(out_dir.parent)
 
 
 def _remove(path: Path) -> None:

@@ -62,8 +62,7 @@ def make_batch(vocab_size: int, seed: int = 0, count: int = 9) -> SequenceBatch:
 def local_part(batch: SequenceBatch, cfg: Config, dp_rank: int, max_tokens: int = 64) -> tuple[SequenceBatch, Plan]:
     """The plan of a whole batch and the sequences of one data-parallel rank."""
     parallel = cfg.parallel
-    multiple = parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size else 1
-    plan = plan_microbatches(batch.lengths, parallel.data_parallel_size, max_tokens, multiple)
+    plan = plan_microbatches(batch.lengths, parallel.data_parallel_size, max_tokens, parallel.microbatch_multiple)
     return batch.select(plan.sequences(dp_rank)), plan
 
 

@@ -113,6 +113,13 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
         ({"parallel__context_parallel_size": 2}, "only 1 is supported"),
         ({"rollout__max_response_tokens": 200}, "exceeds the model's context of 256 tokens"),
         ({"algorithm__max_tokens_per_microbatch": 191}, "cannot hold the longest sequence of 192 tokens"),
+        (
+            {
+                "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+                "algorithm__max_tokens_per_microbatch": 999,
+            },
+            "so the cap must be one; use 998",
+        ),
         ({"algorithm__updates_per_batch": 3}, "does not divide rollout.groups_per_step=32"),
         ({"parallel__data_parallel_size": 3}, "does not divide the 512 samples"),
         ({"rollout__group_size": 1}, "needs at least 2"),

@@ -17,6 +17,8 @@ import torch
 import uvicorn
 from tokenizers import Tokenizer
 
+from megatron_rl.files import write_atomic
+
 from .decoder import Decoder
 from .fixed_shapes import FixedShapeDecoder
 from .forward import ForwardPass
@@ -109,7 +111,7 @@ class Engine:
         log.info("engine ready at %s, model %s", url, self._options.model)
         if self._options.endpoint_file is not None:
             text = json.dumps({"url": url, "pid": os.getpid(), "model": self._options.model})
-            _write_atomically(Path(self._options.endpoint_file), text)
+            write_atomic(Path(self._options.endpoint_file), text)
 
     def _unpublish(self) -> None:
         """Remove the published address, unless a successor has published its own."""
@@ -165,13 +167,3 @@ def _kv_budget(options: EmbeddedOptions) -> int:
 def _tokenizer(model: str) -> Tokenizer | None:
     path = Path(model) / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.is_file() else None
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temporary, path)
