@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.cluster.rank_zero import RankZero
+from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.config import Config, load_config
 from megatron_rl.monitor.logs import setup_logging
 from megatron_rl.monitor.recorder import Recorder
 from megatron_rl.policy import checkpoint, distributed
-from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.checkpoint import CheckpointError
+from megatron_rl.policy.distributed import DistributedError
+from megatron_rl.policy.policy import Policy, PolicyError
 from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.endpoint import engine_urls
-from megatron_rl.rollout.pull import ControllerClient
+from megatron_rl.rollout.protocol import EngineError
+from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.session import Session
+from megatron_rl.weights import WeightsError
 
-log = logging.getLogger(__name__)
+EXPECTED_ERRORS = (
+    CheckpointError,
+    ControllerError,
+    DistributedError,
+    EngineError,
+    PolicyError,
+    RankZeroError,
+    WeightsError,
+)
+"""What may go wrong in a run without a fault in the code; the message is complete, a traceback would hide it."""
 
 
 @contextmanager

@@ -11,13 +11,16 @@ every engine to hold the new weights. The controller goes on with step k + 1 as 
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 from megatron_rl.algorithms.spec import LossSpec
-from megatron_rl.bring_up import open_session
+from megatron_rl.bring_up import EXPECTED_ERRORS, open_session
 from megatron_rl.cluster.processes import EXIT_RESUMABLE
 from megatron_rl.session import Session, StopRequested
+
+log = logging.getLogger(__name__)
 
 
 def train(s: Session) -> int:
@@ -80,8 +83,12 @@ def rl_step(s: Session, step: int) -> None:
 def main(argv: list[str] | None = None) -> None:
     """`python -m megatron_rl.train CONFIG.yaml [--resume]`, one process per rank (started by `megatron-rl train`)."""
     words = sys.argv[1:] if argv is None else argv
-    with open_session(Path(words[0]), resume="--resume" in words) as session:
-        code = train(session)
+    try:
+        with open_session(Path(words[0]), resume="--resume" in words) as session:
+            code = train(session)
+    except EXPECTED_ERRORS as error:
+        log.error("%s", error)
+        code = 1
     sys.exit(code)
 
 

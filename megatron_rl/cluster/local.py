@@ -60,7 +60,9 @@ def _start_all(cfg: Config, run: RunDir, resume: bool, roles: list[Role]) -> Non
     world = cfg.parallel.world_size or 1
     for rank in range(world):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **rendezvous}
-        argv = [*python, "megatron_rl.train", str(run.config), *(["--resume"] if resume else [])]
+        # Megatron warns at length about what a machine without CUDA lacks; an error must not drown in it.
+        quiet = [sys.executable, "-W", "ignore::UserWarning", "-W", "ignore::FutureWarning", "-m"]
+        argv = [*quiet, "megatron_rl.train", str(run.config), *(["--resume"] if resume else [])]
         roles.append(start("trainer", rank, argv, {**env, **ranks}, run.log("trainer", rank), console=rank == 0))
 
 
