@@ -86,5 +86,5 @@ class AdvantageSpec:
 
     @classmethod
     def from_config(cls, algorithm: Any) -> AdvantageSpec:
-        """The spec of a config section `algorithm` (attributes `advantage` and `std`)."""
-        return cls(kind=algorithm.advantage, std=algorithm.std)
+        """The spec of a config section `algorithm` (attributes `advantage`, `std` and `shift_mean`)."""
+        return cls(kind=algorithm.advantage, std=algorithm.std, shift_mean=algorithm.shift_mean)

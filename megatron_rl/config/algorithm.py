@@ -36,6 +36,8 @@ class AlgorithmConfig(Section):
     """How rewards of a group become advantages."""
     std: Literal["population", "sample", "none"] = "population"
     """Standard deviation that `grpo` divides by."""
+    shift_mean: bool = True
+    """Whitening (`reinforce_pp`, `reinforce_pp_baseline`) subtracts the mean of the batch; false divides only."""
     loss: Literal["ppo"] = "ppo"
     """Token loss, by its name in `algorithms.losses.LOSSES`."""
     eps_low: float = Field(0.2, ge=0, le=1)

@@ -146,3 +146,5 @@ def _advantages(cfg: Config) -> Iterator[str]:
         yield f"rollout.dynamic_sampling={cfg.rollout.dynamic_sampling} needs rollout.group_size >= 2, not {size}"
     if a.std == "none" and a.advantage not in ("grpo", "dr_grpo"):
         yield f"algorithm.std=none has no meaning with advantage={a.advantage}; leave it out"
+    if not a.shift_mean and not a.advantage.startswith("reinforce_pp"):
+        yield f"algorithm.shift_mean=false has no meaning with advantage={a.advantage}; leave it out"

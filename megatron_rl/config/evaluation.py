@@ -14,7 +14,7 @@ class EvalConfig(Section):
     """Steps between two evaluations; 0 = only before the first step and after the last."""
     prompts: int = Field(256, ge=1)
     """Held-out prompts used (the first so many)."""
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: int = Field(1, ge=1, le=1000)
     """Samples per prompt, n of pass@k."""
     ks: list[int] = Field(default_factory=lambda: [1])
     """The k of pass@k; each at most samples_per_prompt."""

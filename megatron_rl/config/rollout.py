@@ -14,7 +14,7 @@ class RolloutConfig(Section):
 
     groups_per_step: int = Field(32, ge=1)
     """Prompts whose groups make one training batch."""
-    group_size: int = Field(16, ge=1)
+    group_size: int = Field(16, ge=1, le=1000)
     """Samples drawn per prompt (G)."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt, chat template included."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_rl.algorithms.spec import AdvantageSpec, LossSpec
 from megatron_rl.config import Config, ConfigError, check, dump, load_config, make_plan, validate
 
 MODEL = {
@@ -123,6 +125,8 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
         ({"algorithm__updates_per_batch": 3}, "does not divide rollout.groups_per_step=32"),
         ({"parallel__data_parallel_size": 3}, "does not divide the 512 samples"),
         ({"rollout__group_size": 1}, "needs at least 2"),
+        ({"rollout__group_size": 1001}, "rollout.group_size=1001"),
+        ({"algorithm__shift_mean": False}, "shift_mean=false has no meaning with advantage=grpo"),
         ({"algorithm": {"old_logprobs": "reuse", "updates_per_batch": 2}}, "use old_logprobs=recompute"),
         ({"data__prompts": "/nowhere.jsonl"}, "data.prompts='/nowhere.jsonl': no such file"),
         ({"eval": {"ks": [1, 4], "samples_per_prompt": 2}}, "must lie in 1 .. samples_per_prompt=2"),
@@ -182,6 +186,25 @@ def test_presets_fill_what_is_left_out_and_lose_against_what_is_given(values: di
     assert (dr.algorithm.advantage, dr.algorithm.normalisation) == ("dr_grpo", "constant")
     assert (dr.algorithm.eps_high, dr.rollout.dynamic_sampling) == (0.3, "mask")
     assert validate(put(values, algorithm__preset="grpo")).algorithm.kl_coef == 0.04
+
+
+def test_every_option_of_the_update_reaches_the_algorithms(values: dict[str, Any]) -> None:
+    given = {
+        "advantage": "reinforce_pp_baseline",
+        "std": "sample",
+        "shift_mean": False,
+        "eps_low": 0.1,
+        "eps_high": 0.5,
+        "dual_clip": 4.0,
+        "kl_coef": 0.01,
+        "kl_estimator": "k2",
+        "kl_unbiased": False,
+        "entropy_coef": 0.002,
+    }
+    algorithm = validate(put(values, algorithm=given)).algorithm
+    reached = asdict(LossSpec.from_config(algorithm)) | asdict(AdvantageSpec.from_config(algorithm))
+    assert {key: reached["kind" if key == "advantage" else key] for key in given} == given
+    assert LossSpec.from_config(algorithm).kind == "ppo"
 
 
 def test_a_bare_yaml_off_means_off(values: dict[str, Any], tmp_path: Path) -> None:
