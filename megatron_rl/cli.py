@@ -90,6 +90,23 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
 
 
 @app.command()
+def ledger(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
+    """Check that every prompt of the run was trained, filtered, rejected or is still pending: none lost, none doubled.
+
+    Ends with 1 when something is wrong.
+    """
+    from megatron_rl.audit import audit_run
+
+    found = audit_run(run_dir)
+    for epoch, counts in enumerate(found.epochs):
+        typer.echo(f"epoch {epoch}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    for problem in found.problems:
+        typer.echo(problem, err=True)
+    typer.echo("something is wrong" if found.problems else "every prompt is accounted for")
+    raise typer.Exit(1 if found.problems else 0)
+
+
+@app.command()
 def config(
     file: Annotated[
         Path | None, typer.Argument(help="Print this file resolved and checked.", metavar="CONFIG.yaml")
@@ -122,13 +139,15 @@ def main() -> None:
     from megatron_rl.cluster.local import RunFailed
     from megatron_rl.cluster.run_dir import RunDirError
     from megatron_rl.monitor.report_data import ReportError
+    from megatron_rl.policy.checkpoint import CheckpointError
     from megatron_rl.preflight import INPUT_ERRORS
+    from megatron_rl.rollout.ledger import LedgerError
 
     try:
         app()
     except (ConfigError, *INPUT_ERRORS) as error:
         _fail(error, 2)
-    except (RunFailed, RunDirError, ReportError) as error:
+    except (CheckpointError, LedgerError, ReportError, RunDirError, RunFailed) as error:
         _fail(error, 1)
 
 

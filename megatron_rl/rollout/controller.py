@@ -43,12 +43,14 @@ from megatron_rl.config import Config, ConfigError, read_hf_config
 from megatron_rl.data import DataError, PromptCursor, PromptDataset, PromptRecord, PromptTokenizer, fit_to_length
 from megatron_rl.monitor.logs import setup_logging
 from megatron_rl.rewards import RewardError, RewardPool
+from megatron_rl.rewards.registry import required_keys
 
 from .client import EngineClient
 from .dump import remove_dumps_from, rollout_file, write_dump
 from .endpoint import Endpoint, engine_urls, publish
 from .evaluation import Evaluator
 from .generate import GroupMaker
+from .ledger import Entry, Ledger
 from .pool import GroupPool, capacity_of
 from .sample import Sample
 from .scheduler import Scheduler
@@ -74,11 +76,12 @@ class Prompts:
     def __init__(self, cfg: Config) -> None:
         data, longest = cfg.data, cfg.rollout.max_prompt_tokens
         self.tokenizer = PromptTokenizer(cfg.model.path, data.system_prompt, chat_template=data.chat_template)
-        train = PromptDataset.load(data.prompts, max_prompts=data.max_prompts)
+        keys = required_keys(component.name for component in cfg.reward.components)
+        train = PromptDataset.load(data.prompts, require=keys, max_prompts=data.max_prompts)
         self.train, self.rejected = fit_to_length(train, self.tokenizer, longest, data.drop_long_prompts)
         self.held_out: PromptDataset | None = None
         if data.eval_prompts is not None:
-            held_out = PromptDataset.load(data.eval_prompts)
+            held_out = PromptDataset.load(data.eval_prompts, require=keys)
             self.held_out, _ = fit_to_length(held_out, self.tokenizer, longest, data.drop_long_prompts)
 
 
@@ -93,6 +96,7 @@ class Controller:
         maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers)
         self.scheduler = Scheduler(cfg, pool, maker.make, MAX_STALENESS)
         self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers)
+        self._ledger = Ledger(cfg.run_dir)
         self._tables: dict[int, RolloutTable] = {}
 
     async def run(self) -> None:
@@ -130,12 +134,13 @@ class Controller:
         return [rows[i] for i in indices]
 
     async def done(self, step: int) -> None:
-        """The step was trained on: dump it and free its slots. Raises StepConflict when it is not ready."""
+        """The step was trained on: write it down and free its slots. Raises StepConflict when it is not ready."""
         batch = set(self.scheduler.ready(step).batch)
         groups = self.scheduler.retire(step)
+        number = step + 1  # as metrics and checkpoints count: training on batch k completes step k + 1
+        self._ledger.write(Entry.of(number, groups, batch))
         log.info("step %d: trained; ledger %s", step, self.ledger)
         if self._cfg.logging.dump_rollouts:
-            number = step + 1  # as metrics and checkpoints count: training on batch k completes step k + 1
             path = rollout_file(self._cfg.run_dir, number)
             records = [self._record(group.id) for group in groups]
             await asyncio.to_thread(write_dump, path, number, groups, records, self._prompts.tokenizer, batch)
@@ -155,8 +160,10 @@ class Controller:
         """Go on from `save_state`. Raises StepConflict after sampling began, DataError for other prompts."""
         arrays, metadata = decode(blob)
         self.scheduler.load_state_dict(metadata["state"], unpack_groups(arrays, metadata["groups"]))
-        remove_dumps_from(self._cfg.run_dir, self.scheduler.progress.step + 1)
-        log.info("restored at step %d; ledger %s", self.scheduler.progress.step, self.ledger)
+        step = self.scheduler.progress.step
+        self._ledger.truncate_after(step)
+        remove_dumps_from(self._cfg.run_dir, step + 1)
+        log.info("restored at step %d; ledger %s", step, self.ledger)
 
     def _record(self, group_id: int) -> PromptRecord:
         return self._prompts.train[self.scheduler.pool.record_index(group_id)]

@@ -15,6 +15,8 @@ from megatron_rl.files import atomic_file
 from .sample import Group, Sample
 from .scoring import Decoder
 
+WARM_UP = "sft"
+"""Label of evaluations during the supervised warm-up."""
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -98,7 +100,11 @@ def _sample_columns(sample: Sample, in_batch: bool) -> dict[str, object]:
 
 
 def remove_dumps_from(run_dir: str | Path, step: int) -> None:
-    """Delete the rollout dumps of `step` and later ones: a resumed run makes these steps again."""
-    for path in (Path(run_dir) / "rollouts").glob("step-*.parquet"):
-        if int(path.stem.removeprefix("step-")) >= step:
+    """Delete the dumps of `step` and later ones: a resumed run makes them again. Step 0 and before: all dumps.
+
+    Evaluations of the warm-up count its own steps; they go only with everything else.
+    """
+    for path in [*Path(run_dir).glob("rollouts/step-*.parquet"), *Path(run_dir).glob("eval/step-*.parquet")]:
+        number, _, label = path.stem.removeprefix("step-").partition("-")
+        if step <= 0 or (int(number) >= step and label != WARM_UP):
             path.unlink()

@@ -1,0 +1,40 @@
+"""Puts a run's ledger beside its prompts and its newest checkpoint; the rules are in `rollout.ledger`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.config import load_config
+from megatron_rl.data import PromptCursor
+from megatron_rl.policy import checkpoint
+from megatron_rl.rollout.controller import Prompts
+from megatron_rl.rollout.ledger import Audit, Ledger, audit
+from megatron_rl.rollout.wire import decode
+
+
+def audit_run(run_dir: Path) -> Audit:
+    """Check that no prompt of the run was lost or doubled. Reads only; may be called while the run goes on.
+
+    Raises:
+        ConfigError, DataError: RUN/config.yaml or the prompts cannot be read as they were.
+        CheckpointError: the newest checkpoint is damaged.
+        LedgerError: a damaged ledger.
+    """
+    cfg = load_config(RunDir(run_dir).config)
+    prompts = Prompts(cfg)
+    cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
+    newest = checkpoint.latest(run_dir)
+    books = None if newest is None else _books(newest)
+    step = 0 if newest is None else checkpoint.step_of(newest)
+    if books is not None:
+        cursor.load_state_dict(books["cursor"])  # refuses other prompts than the run's
+    ids = [record.id for record in prompts.train]
+    return audit(Ledger(run_dir).read(), cursor, ids, prompts.rejected, books, step)
+
+
+def _books(folder: Path) -> dict[str, Any]:
+    checkpoint.verify(folder)
+    _, metadata = decode(checkpoint.read_extra(folder)["controller"])
+    return metadata["state"]["pool"] | {"finished": [group["id"] for group in metadata["groups"]]}
