@@ -5,6 +5,7 @@ Estimates count tensors that are certain to exist; allocator overhead and kernel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .hf_config import HfConfig
@@ -51,18 +52,30 @@ def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
 
 
 def _batch(cfg: Config) -> list[tuple[str, str, str]]:
-    r, a, dp = cfg.rollout, cfg.algorithm, cfg.parallel.data_parallel_size
+    r, a = cfg.rollout, cfg.algorithm
+    cap = a.max_tokens_per_microbatch
     samples = r.groups_per_step * r.group_size
     longest = r.max_prompt_tokens + r.max_response_tokens
-    per_rank = samples // a.updates_per_batch // dp
-    micro = -(-per_rank * longest // a.max_tokens_per_microbatch)
     return [
         ("samples per step", str(samples), f"{r.groups_per_step} groups x {r.group_size}"),
         ("tokens per step, at most", f"{samples * longest:,}", f"{longest} per sample"),
         ("updates per step", str(a.updates_per_batch), f"{samples // a.updates_per_batch} samples each"),
-        ("micro-batches per update, at most", str(micro), f"{a.max_tokens_per_microbatch:,} tokens each, per rank"),
+        ("micro-batches per update, at most", str(_most_microbatches(cfg)), f"{cap:,} tokens each, per rank"),
         ("steps", str(cfg.steps), f"{cfg.steps * samples:,} samples in all"),
     ]
+
+
+def _most_microbatches(cfg: Config) -> int:
+    """With every sample at its longest and all of them on their rank's share; see `policy/microbatch.py`.
+
+    As many whole samples as fit go into one, so a cap that is no multiple of their length is not used up.
+    """
+    longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
+    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size // cfg.algorithm.updates_per_batch
+    per_rank = samples // cfg.parallel.data_parallel_size
+    count = math.ceil(per_rank / max(1, cfg.algorithm.max_tokens_per_microbatch // longest))
+    multiple = cfg.parallel.microbatch_multiple
+    return math.ceil(count / multiple) * multiple
 
 
 def _memory(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.algorithms.spec import AdvantageSpec, LossSpec
 from megatron_rl.config import Config, ConfigError, check, dump, load_config, make_plan, validate
+from megatron_rl.policy.microbatch import plan_microbatches
 
 MODEL = {
     "model_type": "qwen3",
@@ -241,3 +242,16 @@ def test_the_plan_names_ranks_and_bytes(values: dict[str, Any]) -> None:
     assert layout["trainer ranks"] == "8"
     assert layout["replica 1 stage 1"] == "ranks 6, 7"
     assert set(plan.sections) == {"Layout", "Batch", "Memory per rank", "Bytes per step"}
+
+
+@pytest.mark.parametrize("cap", [192, 383, 384, 1000, 16384])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_plan_counts_micro_batches_as_the_trainer_does(values: dict[str, Any], cap: int, interleaved: bool) -> None:
+    parallel: dict[str, Any] = {"data_parallel_size": 2}
+    if interleaved:
+        parallel |= {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    config = validate(put(values, parallel=parallel, algorithm__max_tokens_per_microbatch=cap))
+    rows = {row[0]: row[1] for row in make_plan(config, check(config)).sections["Batch"]}
+    longest = [64 + 128] * (config.rollout.groups_per_step * config.rollout.group_size)
+    planned = plan_microbatches(longest, 2, cap, config.parallel.microbatch_multiple)
+    assert rows["micro-batches per update, at most"] == str(planned.num_microbatches)
