@@ -46,6 +46,8 @@ class Progressed:
     train_seconds: float = 0.0
     before: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
+    evaluated: int = -1
+    """The step of `latest`."""
 
 
 class Session:
@@ -180,7 +182,7 @@ class Session:
         """Held-out evaluation with the published weights; empty without `data.eval_prompts`."""
         found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
         self.state.before = self.state.before or found
-        self.state.latest = found
+        self.state.latest, self.state.evaluated = found, step
         if self._recorder and found:
             self._recorder.values(step, found)
         return found
@@ -191,7 +193,7 @@ class Session:
         if step == self.cfg.steps or (every and step % every == 0):
             with timer.phase("eval"):
                 found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
-            self.state.latest = found
+            self.state.latest, self.state.evaluated = found, step
             metrics.merge(found)
 
     def save_if_due(self, step: int) -> None:
@@ -208,7 +210,8 @@ class Session:
         self.state.train_seconds = time.monotonic() - self._began
         controller = self._on_zero("controller state", self._controller.get_state)
         extra = {"progress": asdict(self.state), "controller": controller}
-        metric = self.state.latest.get(self.cfg.checkpoint.metric)
+        # Only what was measured of these very weights may call them the best.
+        metric = self.state.latest.get(self.cfg.checkpoint.metric) if self.state.evaluated == step else None
         self.policy.save(self.run.path, step, extra, metric)
 
     def stop_if_requested(self) -> None:

@@ -15,6 +15,6 @@ class CheckpointConfig(Section):
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints kept."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best metric."""
+    """Also keep the checkpoint with the best metric, among those of steps that were evaluated (see `eval.every`)."""
     metric: str = "eval/pass_at_1"
     """The metric that decides which is best (larger is better)."""

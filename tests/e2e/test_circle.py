@@ -99,6 +99,15 @@ def test_the_dump_holds_what_was_sampled_and_how_it_was_judged(run: FinishedRun)
         assert row["correctness"] == float(row["response"] == "".join(sorted(digits))), row
 
 
+def test_a_checkpoint_is_judged_by_the_evaluation_of_its_own_step_only(run: FinishedRun) -> None:
+    """Checkpoints of steps 1, 2 and 3, the last two kept; evaluations of steps 2 and 3."""
+    manifests = sorted((run.folder / "checkpoints").glob("step-*/manifest.json"))
+    judged = {m["step"]: m["metric"] for m in (json.loads(path.read_text()) for path in manifests)}
+    measured = {row["step"]: row.get("eval/pass_at_1") for row in run.steps}
+    assert judged == {step: measured[step] for step in judged}
+    assert measured[1] is None
+
+
 def test_nothing_of_the_run_is_left_running(run: FinishedRun) -> None:
     assert processes_of(run.folder) == []
 
