@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -65,7 +65,7 @@ def serve(
         Path | None, typer.Option(help="Serve the engine that this run's configuration describes.")
     ] = None,
     replica: Annotated[int, typer.Option(help="Which of the run's replicas this is.")] = 0,
-    engine: Annotated[str, typer.Option(help="embedded")] = "embedded",
+    engine: Annotated[Literal["embedded"], typer.Option(help="What serves; it fills in for SGLang.")] = "embedded",
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory, when no --config is given.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 30000,
@@ -73,12 +73,15 @@ def serve(
     """Serve a model over SGLang's HTTP protocol."""
     from megatron_rl.engines.serve import options_from_config, serve_embedded, standalone_options
 
-    if config is not None:
-        serve_embedded(options_from_config(load_config(config), replica))
-    elif model is not None:
-        serve_embedded(standalone_options(model, host, port))
-    else:
+    if config is None and model is None:
         raise ConfigError("serve: give --model DIR, or --config of a run")
+    try:
+        if config is not None:
+            serve_embedded(options_from_config(load_config(config), replica))
+        elif model is not None:
+            serve_embedded(standalone_options(model, host, port))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"serve: {error}") from error
 
 
 @app.command()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.contract.servers import REPOSITORY, launch_embedded, wait_until_ready
 
 
@@ -34,3 +36,28 @@ def test_model_that_cannot_be_served_is_one_message_and_status_1() -> None:
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
     assert "model /nonexistent: no config.json there" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model", "/nonexistent"], "error: serve: model /nonexistent: no config.json there"),
+        (["--model", "{model}", "--host", "192.0.2.1"], "error: serve: cannot listen on 192.0.2.1:30000"),
+        (["--model", "{model}", "--engine", "sglang"], "'sglang' is not"),
+        ([], "error: serve: give --model DIR, or --config of a run"),
+    ],
+)
+def test_the_command_says_in_one_message_why_it_does_not_serve(
+    models: tuple[Path, Path], words: list[str], expected: str
+) -> None:
+    words = [word.format(model=models[0]) for word in words]
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "serve", *words],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=120,
+    )
+    assert ended.returncode == 2
+    assert expected in ended.stderr
+    assert "Traceback" not in ended.stderr
