@@ -6,7 +6,7 @@ Seconds on the login node instead of an error after hours in the queue. The conf
 from __future__ import annotations
 
 from megatron_rl.config import Config, HfConfig, check
-from megatron_rl.data import DataError, PromptDataset
+from megatron_rl.data import DataError, PromptDataset, check_targets
 from megatron_rl.rewards.registry import RewardError, load_verifier
 from megatron_rl.rollout.controller import Prompts
 
@@ -19,13 +19,17 @@ def check_inputs(cfg: Config) -> HfConfig:
 
     Raises:
         ConfigError: a value that cannot run, with all others found.
-        DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, no chat template.
+        DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, a supervised example longer
+            than the model's context or a micro-batch, no chat template.
         RewardError: an unknown verifier, or one that cannot be called as the configuration says.
     """
     hf = check(cfg)
-    Prompts(cfg)
+    prompts = Prompts(cfg)
     if cfg.sft.data is not None:
-        PromptDataset.load(cfg.sft.data, require=("target",))
+        examples = PromptDataset.load(cfg.sft.data, require=("target",))
+        cap = cfg.algorithm.max_tokens_per_microbatch
+        bounds = ((hf.max_position_embeddings, "the model's context"), (cap, "algorithm.max_tokens_per_microbatch"))
+        check_targets(examples, prompts.tokenizer, *min(bounds))
     for component in cfg.reward.components:
         load_verifier(component.name, component.args)
     return hf

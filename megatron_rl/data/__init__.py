@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cursor import PromptCursor
     from .dataset import PromptDataset
-    from .lengths import fit_to_length
+    from .lengths import check_targets, fit_to_length
     from .records import DataError, PromptRecord
     from .tokenizer import PromptTokenizer
 
@@ -22,9 +22,18 @@ _HOME = {
     "PromptDataset": "dataset",
     "PromptCursor": "cursor",
     "PromptTokenizer": "tokenizer",
+    "check_targets": "lengths",
     "fit_to_length": "lengths",
 }
-__all__ = ["DataError", "PromptCursor", "PromptDataset", "PromptRecord", "PromptTokenizer", "fit_to_length"]
+__all__ = [
+    "DataError",
+    "PromptCursor",
+    "PromptDataset",
+    "PromptRecord",
+    "PromptTokenizer",
+    "check_targets",
+    "fit_to_length",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which prompts fit the model's prompt budget: measured once, before a run; never truncates a prompt."""
+"""Which prompts and supervised examples fit: measured once, before a run; never truncates one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ class Encoder(Protocol):
 
     def encode(self, record: PromptRecord) -> list[int]:
         """Token ids of the prompt, chat template included."""
+
+
+class SupervisedEncoder(Protocol):
+    """The one method of `PromptTokenizer` that is needed for supervised examples."""
+
+    def encode_sft(self, record: PromptRecord) -> tuple[list[int], list[int]]:
+        """Token ids of prompt and target."""
+
+
+def check_targets(dataset: PromptDataset, tokenizer: SupervisedEncoder, max_tokens: int, reason: str) -> None:
+    """Raise `DataError`, naming the longest, when prompt and target together have more than `max_tokens` tokens.
+
+    `reason` says which key or file sets that bound.
+    """
+    lengths = [sum(map(len, tokenizer.encode_sft(record))) for record in dataset]
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if lengths[longest] > max_tokens:
+        too_long = sum(length > max_tokens for length in lengths)
+        raise DataError(
+            f"{dataset.where(longest)}: prompt and target have {lengths[longest]} tokens, but {reason} allows "
+            f"{max_tokens}; {too_long} of {len(lengths)} examples are longer: shorten them or leave them out"
+        )
 
 
 def fit_to_length(

@@ -177,6 +177,17 @@ def test_a_bad_prompt_line_is_named_with_file_and_line(tmp_path: Path, inputs: P
     assert "Traceback" not in refused.output
 
 
+def test_a_warm_up_example_that_no_micro_batch_can_hold_is_named(tmp_path: Path, inputs: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "12", "target": "12"}\n{"prompt": "12", "target": "' + "1" * 60 + '"}\n')
+    words = (f"sft.data={long}", "algorithm.max_tokens_per_microbatch=24")
+    refused = train(tmp_path / "run", inputs, *words, timeout=120)
+    assert refused.code == 2
+    assert f"{long}:2: prompt and target have" in refused.output
+    assert "algorithm.max_tokens_per_microbatch allows 24" in refused.output
+    assert "Traceback" not in refused.output
+
+
 def test_a_dry_run_starts_nothing(tmp_path: Path, inputs: Path) -> None:
     dry = train(tmp_path / "run", inputs, "--dry-run")
     assert dry.code == 0

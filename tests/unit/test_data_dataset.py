@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_rl.data import DataError, PromptDataset, PromptRecord, fit_to_length
+from megatron_rl.data import DataError, PromptDataset, PromptRecord, check_targets, fit_to_length
 
 
 @pytest.fixture
@@ -107,6 +107,18 @@ def test_threads_read_the_right_records(write):
 class CharacterTokens:
     def encode(self, record: PromptRecord) -> list[int]:
         return [ord(character) for character in record.messages[0]["content"]]
+
+
+    def encode_sft(self, record: PromptRecord) -> tuple[list[int], list[int]]:
+        return self.encode(record), [*map(ord, record.target or ""), 0]
+
+
+def test_supervised_examples_that_do_not_fit_are_refused_by_name(write):
+    path = write('{"prompt": "ab", "target": "12"}\n{"prompt": "abc", "target": "123"}\n')
+    dataset = PromptDataset.load(path)
+    check_targets(dataset, CharacterTokens(), 7, "the context")
+    with pytest.raises(DataError, match=rf"{path}:2: prompt and target have 7 tokens, but the context allows 6; 1 of 2"):
+        check_targets(dataset, CharacterTokens(), 6, "the context")
 
 
 def test_prompts_that_do_not_fit_are_refused_by_name_or_left_out(write):
