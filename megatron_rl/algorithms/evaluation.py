@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -82,18 +81,3 @@ def bootstrap_interval(
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail])
     return float(low), float(high)
-
-
-def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion from n INDEPENDENT trials (Wilson 1927); within 0 .. 1, also at 0 and n.
-
-    Raises:
-        ValueError: not 0 <= successes <= n or n < 1.
-    """
-    if n < 1 or not 0 <= successes <= n:
-        raise ValueError(f"interval of {successes} successes in {n} trials: needs n >= 1 and 0 <= successes <= n")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2.0)
-    p, shrink = successes / n, 1.0 + z * z / n
-    centre = (p + z * z / (2 * n)) / shrink
-    half = z / shrink * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half))  # p itself, whatever rounding did

@@ -1,31 +1,9 @@
-"""How raw scores become a sample's total reward: range mapping, the weighted total, and what overlong responses get.
+"""What overlong responses get: a punishment on the total reward, or no place in the loss.
 
-Plain Python, no torch: the rollout controller uses it. Verifiers are in `rewards`, group comparison in `advantages`.
+Plain Python, no torch: the rollout controller uses it. Totals are made in `rewards`, groups compared in `advantages`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-
-def map_range(value: float, low: float, high: float) -> float:
-    """`(value - low) / (high - low)`, limited to 0 .. 1. NaN stays NaN (the sample is then masked, not scored).
-
-    Raises:
-        ValueError: `low` is not below `high`.
-    """
-    if not low < high:
-        raise ValueError(f"range=[{low}, {high}]: the first bound must be the smaller")
-    mapped = (value - low) / (high - low)
-    return mapped if mapped != mapped else min(1.0, max(0.0, mapped))
-
-
-def weighted_total(
-    scores: Sequence[float], weights: Sequence[float], ranges: Sequence[tuple[float, float] | None]
-) -> float:
-    """`Σ_k weight_k · component_k`, each component mapped from its range first where it has one."""
-    terms = zip(scores, weights, ranges, strict=True)
-    return float(sum(w * (s if r is None else map_range(s, *r)) for s, w, r in terms))
 
 
 def overlong_penalty(length: int, max_length: int, cache: int, scale: float = 1.0) -> float:

@@ -34,7 +34,6 @@ class HfConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    initializer_range: float
     raw: dict[str, Any] = field(repr=False, compare=False)
 
     @property
@@ -96,6 +95,5 @@ def _from_raw(raw: dict[str, Any]) -> HfConfig:
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
         qk_norm=model_type == "qwen3",
-        initializer_range=raw.get("initializer_range", 0.02),
         raw=raw,
     )

@@ -14,13 +14,11 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.data import PromptCursor
 
 from .sample import Group
-
-DynamicSampling = Literal["off", "refill", "mask"]
 
 
 def capacity_of(groups_per_step: int, oversample: float, max_staleness: int) -> int:

@@ -108,7 +108,6 @@ class CharacterTokens:
     def encode(self, record: PromptRecord) -> list[int]:
         return [ord(character) for character in record.messages[0]["content"]]
 
-
     def encode_sft(self, record: PromptRecord) -> tuple[list[int], list[int]]:
         return self.encode(record), [*map(ord, record.target or ""), 0]
 
@@ -117,7 +116,8 @@ def test_supervised_examples_that_do_not_fit_are_refused_by_name(write):
     path = write('{"prompt": "ab", "target": "12"}\n{"prompt": "abc", "target": "123"}\n')
     dataset = PromptDataset.load(path)
     check_targets(dataset, CharacterTokens(), 7, "the context")
-    with pytest.raises(DataError, match=rf"{path}:2: prompt and target have 7 tokens, but the context allows 6; 1 of 2"):
+    expected = f"{path}:2: prompt and target have 7 tokens, but the context allows 6; 1 of 2"
+    with pytest.raises(DataError, match=expected):
         check_targets(dataset, CharacterTokens(), 6, "the context")
 
 

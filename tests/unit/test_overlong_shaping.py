@@ -1,4 +1,4 @@
-"""Raw scores become total rewards, overlong responses are punished or left out, and uniform groups are recognised."""
+"""Overlong responses are punished or left out, and uniform groups are recognised."""
 
 import math
 import subprocess
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.dynamic import is_informative
-from megatron_rl.algorithms.shaping import map_range, overlong_filtered, overlong_penalty, weighted_total
+from megatron_rl.algorithms.shaping import overlong_filtered, overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -40,25 +40,6 @@ def test_the_punishment_is_never_positive_and_grows_with_length(cache, extra, le
 
 def test_only_truncated_samples_are_filtered_and_only_when_asked():
     assert [overlong_filtered(t, f) for t in (True, False) for f in (True, False)] == [True, False, False, False]
-
-
-@pytest.mark.parametrize(("value", "expected"), [(-1, 0.0), (0, 0.5), (1, 1.0), (5, 1.0), (-5, 0.0)])
-def test_a_range_maps_to_0_1(value, expected):
-    assert map_range(value, -1, 1) == expected
-
-
-def test_a_component_that_could_not_tell_stays_nan():
-    assert math.isnan(map_range(math.nan, 0, 1))
-    assert math.isnan(weighted_total([1.0, math.nan], [1.0, 0.1], [None, (0, 1)]))
-
-
-def test_an_empty_range_is_refused():
-    with pytest.raises(ValueError, match=r"range=\[1, 1\]"):
-        map_range(1, 1, 1)
-
-
-def test_components_are_mapped_before_they_are_weighted():
-    assert weighted_total([1.0, 5.0], [1.0, 0.1], [None, (0.0, 10.0)]) == pytest.approx(1.05)
 
 
 @pytest.mark.parametrize(

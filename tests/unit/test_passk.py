@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.evaluation import bootstrap_interval, maj_at_k, pass_at_k, wilson_interval
+from megatron_rl.algorithms.evaluation import bootstrap_interval, maj_at_k, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -63,25 +63,6 @@ def test_maj_at_k_counts_votes(answers, k, expected):
 def test_maj_at_k_refuses_more_votes_than_answers():
     with pytest.raises(ValueError, match="maj@3 from 2 answers"):
         maj_at_k(["a", "b"], [True, False], 3)
-
-
-def test_wilson_interval_worked_example():
-    low, high = wilson_interval(8, 10)
-    assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-
-
-@settings(deadline=None)
-@given(st.integers(1, 500), st.floats(0, 1))
-def test_wilson_interval_holds_the_estimate_within_0_1(n, share):
-    successes = round(share * n)
-    low, high = wilson_interval(successes, n)
-    assert 0 <= low <= successes / n <= high <= 1
-    assert high - low > 0
-
-
-def test_wilson_interval_refuses_no_trials():
-    with pytest.raises(ValueError, match="n >= 1"):
-        wilson_interval(0, 0)
 
 
 def test_bootstrap_interval_is_reproducible_and_holds_the_mean():

@@ -19,7 +19,6 @@ from .request import Request, Sampling
 from .sampler import derive_seed
 
 TokenIds = list[StrictInt]
-TOP_K_ALL = 1 << 30
 
 
 class BadRequest(ValueError):
