@@ -5,7 +5,12 @@ No section lives here, and no check that needs more than one section (see `check
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""A deadline. Bounded (11 days), because the system's own timers overflow at some length."""
 
 
 class ConfigError(ValueError):
@@ -18,3 +23,20 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic reads true as 1: `lr: true` must not train at a rate of 1."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if _has_boolean(value) and _mentions(annotation, (int, float)) and not _mentions(annotation, (bool,)):
+            raise ValueError(f"{value!r} is not a number; write one")
+        return value
+
+
+def _has_boolean(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, list | tuple) and any(isinstance(v, bool) for v in value))
+
+
+def _mentions(annotation: Any, types: tuple[type, ...]) -> bool:
+    return annotation in types or any(_mentions(part, types) for part in get_args(annotation))

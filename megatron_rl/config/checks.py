@@ -22,7 +22,16 @@ def check(cfg: Config) -> HfConfig:
         ConfigError: listing every problem found, each with key, value, what is allowed and what to do.
     """
     hf = read_hf_config(cfg.model.path)
-    checks = (_layout(cfg, hf), _weights(cfg), _lengths(cfg, hf), _cap(cfg), _batch(cfg), _files(cfg), _advantages(cfg))
+    checks = (
+        _layout(cfg, hf),
+        _weights(cfg),
+        _lengths(cfg, hf),
+        _cap(cfg),
+        _batch(cfg),
+        _files(cfg),
+        _advantages(cfg),
+        _watched(cfg),
+    )
     problems = [problem for found in checks for problem in found]
     if problems:
         raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -128,7 +137,7 @@ def _files(cfg: Config) -> Iterator[str]:
     paths["data.chat_template"] = cfg.data.chat_template
     for key, path in paths.items():
         if path is not None and not Path(path).is_file():
-            yield f"{key}={path!r}: no such file"
+            yield f"{key}={path!r}: " + ("not a regular file" if Path(path).exists() else "no such file")
         elif path is not None and Path(path).stat().st_size == 0:
             yield f"{key}={path!r}: the file is empty"
     if cfg.sft.data is not None and cfg.sft.stop_value is not None and cfg.data.eval_prompts is None:
@@ -148,3 +157,18 @@ def _advantages(cfg: Config) -> Iterator[str]:
         yield f"algorithm.std=none has no meaning with advantage={a.advantage}; leave it out"
     if not a.shift_mean and not a.advantage.startswith("reinforce_pp"):
         yield f"algorithm.shift_mean=false has no meaning with advantage={a.advantage}; leave it out"
+
+
+def _watched(cfg: Config) -> Iterator[str]:
+    """Metrics that the run acts on must be among those that its evaluations measure."""
+    measured = [f"pass_at_{k}" for k in sorted({1, *cfg.eval.ks})]
+    measured += ["reward_mean", "response_length_mean", "truncated_fraction"]
+    if any(c.name == "format" or c.name.endswith("_format") for c in cfg.reward.components):
+        measured.append("format_valid")
+    hint = f"one of {', '.join(measured)} (format_valid needs a reward component whose name ends with _format)"
+    warm_up = [m for m in measured if not m.startswith("pass_at_")] + ["pass_at_1"]  # one sample for each prompt
+    if cfg.sft.data is not None and cfg.sft.stop_value is not None and cfg.sft.stop_metric not in warm_up:
+        yield f"sft.stop_metric={cfg.sft.stop_metric!r} is not measured; {hint}"
+    checkpoint = cfg.checkpoint
+    if checkpoint.keep_best and checkpoint.metric not in [f"eval/{m}" for m in measured]:
+        yield f"checkpoint.metric={checkpoint.metric!r} is not measured; eval/ and {hint}"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from .base import Section
+from .base import Seconds, Section
 
 
 class ClusterConfig(Section):
     """How long processes wait for each other."""
 
-    collective_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
-    start_timeout_s: float = Field(300.0, gt=0)
+    start_timeout_s: Seconds = 300.0
     """Deadline for controller and engines to come up."""
-    stop_timeout_s: float = Field(30.0, gt=0)
+    stop_timeout_s: Seconds = 30.0
     """Time given to a process to end by itself before it is killed."""

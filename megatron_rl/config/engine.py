@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .base import Section
+from .base import Seconds, Section
 
 
 class EngineConfig(Section):
@@ -22,9 +22,9 @@ class EngineConfig(Section):
     """Sequences that one server decodes at once."""
     dtype: Literal["float32", "bfloat16", "model"] = "model"
     """Number format of the server's weights; `model` = model.dtype."""
-    ready_timeout_s: float = Field(300.0, gt=0)
+    ready_timeout_s: Seconds = 300.0
     """Deadline for a started server to answer."""
-    update_timeout_s: float = Field(600.0, gt=0)
+    update_timeout_s: Seconds = 600.0
     """Deadline of one weight update over all servers."""
     keep_versions: int = Field(2, ge=1)
     """Weight version directories kept on disk."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -26,7 +26,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: unreadable file, circular `extends`, malformed override, unknown key (with the nearest valid
             name), or a value that is not allowed. All problems found are listed.
     """
-    merged = OmegaConf.merge(_read(Path(path), ()), _parse_overrides(overrides))
+    merged = _merge(_read(Path(path), ()), _parse_overrides(overrides), "the overrides")
     try:
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
@@ -65,7 +65,29 @@ def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     parent = loaded.pop("extends", None)
     if parent is None:
         return loaded
-    return OmegaConf.merge(_read(path.parent / str(parent), (*seen, path)), loaded)  # type: ignore[return-value]
+    return _merge(_read(path.parent / str(parent), (*seen, path)), loaded, str(path))
+
+
+def _merge(below: DictConfig, above: DictConfig, source: str) -> DictConfig:
+    """`above` wins. Raises ConfigError where one has a list and the other a mapping."""
+    clash = _clash(below, above)
+    if clash is not None:
+        raise ConfigError(
+            f"{clash}: {source} has a list where a mapping is expected, or the reverse; correct one of them"
+        )
+    return OmegaConf.merge(below, above)  # type: ignore[return-value]
+
+
+def _clash(below: DictConfig, above: DictConfig, prefix: str = "") -> str | None:
+    for key in map(str, above):
+        lower, upper = below._get_node(key), above._get_node(key)
+        if isinstance(lower, DictConfig) and isinstance(upper, DictConfig) and not upper._is_none():
+            found = _clash(lower, upper, f"{prefix}{key}.")
+            if found is not None:
+                return found
+        elif {type(lower), type(upper)} == {DictConfig, ListConfig}:
+            return f"{prefix}{key}"
+    return None
 
 
 def _from(seen: tuple[Path, ...]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Section
+from .base import Seconds, Section
 
 
 class RewardComponent(Section):
@@ -39,7 +39,7 @@ class RewardConfig(Section):
     """At least one."""
     workers: int = Field(0, ge=0)
     """Verifier processes; 0 = in the controller, for verifiers that cannot hang."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: Seconds = 10.0
     """Deadline of one verification; a worker past it is killed and the sample masked."""
     on_error: Literal["mask", "fail"] = "mask"
     """A verifier that raises, hangs or returns NaN: mask that sample (counted), or end the run."""

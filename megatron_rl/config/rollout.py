@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .base import Section
+from .base import Seconds, Section
 
 
 class RolloutConfig(Section):
@@ -42,9 +42,9 @@ class RolloutConfig(Section):
     """Take truncated responses out of the loss (they stay in the group's statistics)."""
     concurrency: int = Field(512, ge=1)
     """Sequences in flight at once, over all engines."""
-    request_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: Seconds = 600.0
     """Deadline of one generation request."""
-    step_timeout_s: float = Field(3600.0, gt=0)
+    step_timeout_s: Seconds = 3600.0
     """Deadline of one step's rollouts."""
     retries: int = Field(3, ge=0)
     """Further attempts after a transport error. An engine's answer is never retried."""

@@ -29,7 +29,7 @@ class Config(Section):
     """Name shown in logs and reports."""
     run_dir: str
     """Directory of everything that the run writes."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     """Seed of sampling, shuffling and initialisation."""
     steps: int = Field(100, ge=0)
     """RL steps (one rollout batch each)."""

@@ -255,3 +255,53 @@ def test_the_plan_counts_micro_batches_as_the_trainer_does(values: dict[str, Any
     longest = [64 + 128] * (config.rollout.groups_per_step * config.rollout.group_size)
     planned = plan_microbatches(longest, 2, cap, config.parallel.microbatch_multiple)
     assert rows["micro-batches per update, at most"] == str(planned.num_microbatches)
+
+
+@pytest.mark.parametrize("key", ["optimizer.lr", "seed", "rollout.temperature", "parallel.world_size", "eval.ks"])
+def test_a_boolean_is_not_taken_for_a_number(values: dict[str, Any], key: str) -> None:
+    section, _, name = key.rpartition(".")
+    changed = put(values, **{f"{section}__{name}" if section else name: [True] if name == "ks" else True})
+    with pytest.raises(ConfigError, match=rf"{key}: .*True.* is not a number"):
+        validate(changed)
+
+
+@pytest.mark.parametrize("word", ["model=[]", "parallel=[1]", "reward.components={a: 1}", "data.prompts=[1]"])
+def test_a_list_in_the_place_of_a_mapping_is_named(tmp_path: Path, values: dict[str, Any], word: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=word.partition("=")[0]):
+        load_config(file, [word])
+
+
+def test_a_parent_with_a_list_where_the_child_has_a_mapping_is_named(tmp_path: Path, values: dict[str, Any]) -> None:
+    (tmp_path / "parent.yaml").write_text(json.dumps({**values, "optimizer": []}))
+    (tmp_path / "child.yaml").write_text("extends: parent.yaml\noptimizer: {lr: 1}\n")
+    with pytest.raises(ConfigError, match=r"optimizer: .*child\.yaml has a list where a mapping"):
+        load_config(tmp_path / "child.yaml")
+
+
+@pytest.mark.parametrize(
+    "key", ["rollout__step_timeout_s", "cluster__stop_timeout_s", "engine__ready_timeout_s", "reward__timeout_s"]
+)
+def test_deadlines_that_timers_cannot_hold_are_refused(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match="less than or equal to 1000000"):
+        validate(put(values, **{key: 1e308}))
+
+
+def test_metrics_that_a_run_acts_on_must_be_measured(values: dict[str, Any]) -> None:
+    prompts = values["data"]["prompts"]
+    wrong = put(
+        put(values, sft__data=prompts, data__eval_prompts=prompts, checkpoint__metric="eval/pass_at_8"),
+        sft__stop_value=0.5,
+    )
+    with pytest.raises(ConfigError) as caught:
+        check(validate(wrong))
+    assert "sft.stop_metric='format_valid' is not measured; one of pass_at_1, reward_mean" in str(caught.value)
+    assert "checkpoint.metric='eval/pass_at_8' is not measured" in str(caught.value)
+    measured = put(wrong, reward__components=[{"name": "countdown_format"}], checkpoint__keep_best=False)
+    check(validate(measured))
+
+
+def test_a_directory_in_the_place_of_a_prompt_file_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval_prompts=.*: not a regular file"):
+        check(validate(put(values, data__eval_prompts=str(tmp_path))))
