@@ -16,6 +16,9 @@ from megatron_rl.data.records import PromptRecord
 
 from .registry import Verifier, load_verifier
 
+LARGEST = 1e30
+"""Of a verifier's value: a few more digits, and the squares in a standard deviation are infinite."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -46,15 +49,17 @@ class Evaluator:
 def _call(function: Verifier, response: str, record: PromptRecord, args: Mapping[str, Any]) -> tuple[float, str | None]:
     try:
         value: Any = function(response, record, **args)
+        if not isinstance(value, numbers.Real):
+            return math.nan, f"returned {type(value).__name__}, not a number"
+        number = float(value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a verifier that calls sys.exit must not end the run
         return math.nan, f"raised {_last_line(error)}"
-    if not isinstance(value, numbers.Real):
-        return math.nan, f"returned {type(value).__name__}, not a number"
-    number = float(value)
     if not math.isfinite(number):
         return math.nan, f"returned {number}"
+    if abs(number) > LARGEST:
+        return math.nan, f"returned {number:g}, not within -{LARGEST:g} .. {LARGEST:g}"
     return number, None
 
 

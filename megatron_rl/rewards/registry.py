@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -29,11 +29,13 @@ class BuiltIn:
 
     location: str
     inline_safe: bool
+    needs_answer: bool = True
+    """Raises for a record without `answer`."""
 
 
 BUILT_IN = {
     "countdown": BuiltIn("megatron_rl.rewards.countdown:countdown", inline_safe=True),
-    "countdown_format": BuiltIn("megatron_rl.rewards.countdown:countdown_format", inline_safe=True),
+    "countdown_format": BuiltIn("megatron_rl.rewards.countdown:countdown_format", inline_safe=True, needs_answer=False),
     "exact": BuiltIn("megatron_rl.rewards.exact:exact", inline_safe=True),
     "math": BuiltIn("megatron_rl.rewards.boxed_math:math", inline_safe=False),
     "sorting": BuiltIn("megatron_rl.rewards.sorting:sorting", inline_safe=True),
@@ -44,6 +46,11 @@ BUILT_IN = {
 def is_inline_safe(name: str) -> bool:
     """Whether the verifier may run in the controller itself; a hook may not."""
     return name in BUILT_IN and BUILT_IN[name].inline_safe
+
+
+def required_keys(names: Iterable[str]) -> tuple[str, ...]:
+    """Keys that every record must have for these verifiers; functions of a user's own look for themselves."""
+    return ("answer",) if any(name in BUILT_IN and BUILT_IN[name].needs_answer for name in names) else ()
 
 
 def check_name(name: str) -> None:

@@ -32,6 +32,10 @@ def obey(response, record):
         return float("inf")
     elif word == "text":
         return "1.0"
+    elif word == "long":
+        return 10**400
+    elif word == "huge":
+        return -1e308
     elif word == "pid":
         return os.getpid()
     elif word == "env":

@@ -97,6 +97,8 @@ def test_names_are_checked_without_importing_anything():
         ("nan", "returned nan"),
         ("inf", "returned inf"),
         ("text", "returned str, not a number"),
+        ("long", r"raised OverflowError: int too large to convert to float"),
+        ("huge", r"returned -1e\+308, not within -1e\+30 .. 1e\+30"),
     ],
 )
 def test_what_a_verifier_does_wrong_is_a_reason_not_an_exception(response, reason):

@@ -1,0 +1,46 @@
+"""What is found out about a run's inputs before any process starts, on real files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.data import DataError
+from megatron_rl.data.tiny_model import write_tiny_model
+from megatron_rl.preflight import check_inputs
+
+from .rollout_rig import config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder, seed=0)
+    return folder
+
+
+def reward(*names: str) -> dict[str, Any]:
+    return {"components": [{"name": name} for name in names], "workers": 1}
+
+
+@pytest.mark.parametrize("name", ["exact", "sorting", "sorting_format", "countdown", "math"])
+@pytest.mark.parametrize("key", ["prompts", "eval_prompts"])
+def test_a_record_without_the_answer_that_its_verifier_needs_is_named(
+    tmp_path: Path, model: Path, name: str, key: str
+) -> None:
+    file = tmp_path / "bare.jsonl"
+    file.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2"}\n')
+    data = {"prompts": str(file), key: str(file)}
+    cfg = config(tmp_path / "run", model, [], reward=reward(name), data=data)
+    with pytest.raises(DataError, match=r'bare\.jsonl:2: key "answer" is missing'):
+        check_inputs(cfg)
+
+
+def test_no_answer_is_asked_for_that_no_verifier_needs(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "bare.jsonl"
+    file.write_text(json.dumps({"prompt": "2"}) + "\n")
+    names = ("countdown_format", "tests.unit.rollout_hooks:even_count")
+    check_inputs(config(tmp_path / "run", model, [], reward=reward(*names), data={"prompts": str(file)}))
