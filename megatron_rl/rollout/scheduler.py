@@ -93,7 +93,9 @@ class Scheduler:
         self.pool.expire(self._oldest_version)
         try:
             async with asyncio.timeout(self._cfg.rollout.step_timeout_s):
-                progress.choice = await self._collect()
+                choice = await self._collect()
+            self._require_rewards(choice)
+            progress.choice = choice
             progress.status = "ready"
             log.info("step %d: ready after %.2f s, %s", progress.step, time.monotonic() - progress.began, self.counts())
         except TimeoutError:
@@ -113,6 +115,15 @@ class Scheduler:
             for task in sorted(done, key=self._tasks.__getitem__):
                 self._finish(task)
         return choice
+
+    def _require_rewards(self, choice: Choice) -> None:
+        """A batch without a single reward would be trained on in silence, step after step."""
+        samples = [s for i in choice.batch for s in self.pool.finished[i].samples]
+        if not any(s.valid for s in samples):
+            raise SamplingError(
+                f"none of the {len(samples)} samples of the batch has a reward: every call of a verifier failed; the "
+                "log of the controller says how; correct the verifier, its component in reward.components, or the data"
+            )
 
     def _choose(self) -> Choice | None:
         usable = {i: self.pool.usable(group) for i, group in self.pool.finished.items()}
@@ -143,7 +154,8 @@ class Scheduler:
         del self._tasks[task]
         self.pool.finish(group)
         self.progress.finished += 1
-        self.progress.pass_rates[round(group.pass_rate, 2)] += 1
+        rate = group.pass_rate
+        self.progress.pass_rates[round(rate, 2) if math.isfinite(rate) else math.nan] += 1  # one NaN: one key
 
     async def _drain(self) -> None:
         """End what is still in flight; its prompts wait again."""
@@ -250,7 +262,11 @@ class Scheduler:
 
     def _exhausted(self) -> SamplingError:
         rollout, rates = self._cfg.rollout, self.progress.pass_rates
-        seen = ", ".join(f"{rate:g}: {count}" for rate, count in sorted(rates.items()))
+        seen = ", ".join(
+            f"{rate:g}: {count}" for rate, count in sorted(rates.items(), key=lambda r: (math.isnan(r[0]), r[0]))
+        )
+        if any(map(math.isnan, rates)):
+            seen += " (nan: a verifier failed; the controller's log says how)"
         return SamplingError(
             f"all {self.progress.finished} groups of rollout.max_sample_rounds={rollout.max_sample_rounds} rounds are "
             f"used up; mean correctness seen (value: groups): {seen}; use prompts of fitting difficulty, a larger "

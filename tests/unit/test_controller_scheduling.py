@@ -162,6 +162,38 @@ def test_a_run_without_informative_groups_stops_and_shows_the_pass_rates():
     assert scheduler.progress.started == 3 * 6
 
 
+def without_rewards() -> Callable[..., Awaitable[Group]]:
+    async def make(group_id: int, record: int, version: int, oldest: int) -> Group:
+        group = judged(group_id, version, 0)
+        for sample in group.samples:
+            sample.score(float("nan"), float("nan"), {})
+        return group
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("off", "none of the 16 samples of the batch has a reward"),
+        ("mask", "none of the 16 samples of the batch has a reward"),
+        ("refill", "mean correctness seen (value: groups): nan: 8 (nan: a verifier failed"),
+    ],
+)
+def test_a_step_in_which_every_verification_failed_ends_the_run(mode, expected):
+    scheduler = scheduler_of(config(dynamic_sampling=mode, max_sample_rounds=2), without_rewards())
+
+    async def run() -> str:
+        loop = asyncio.create_task(scheduler.run())
+        scheduler.publish(0)
+        status = await until_settled(scheduler, 0)
+        await asyncio.wait_for(loop, 5)
+        return status
+
+    assert asyncio.run(run()) == "failed"
+    assert expected in scheduler.progress.message
+
+
 def fail_at(group_id: int, error: Exception) -> Callable[..., Awaitable[Group]]:
     async def make(mine: int, record: int, version: int, oldest: int) -> Group:
         if mine == group_id:
