@@ -13,6 +13,7 @@ from typing import Any
 from .base import ConfigError
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def read_hf_config(path: str | Path) -> HfConfig:
     """Read `path`/config.json.
 
     Raises:
-        ConfigError: no such directory or file, not JSON, an unsupported model_type, or a missing key.
+        ConfigError: no such directory or file, not JSON, an unsupported model_type, a missing key, or a key that asks
+            for something that is not computed here.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -68,10 +70,28 @@ def read_hf_config(path: str | Path) -> HfConfig:
         raise ConfigError(
             f"{file}: model_type={model_type!r} is not supported; one of {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
+    if refused := _not_computed(raw):
+        raise ConfigError(f"{file}: {refused}: this would be another model than the one described; use another model")
     try:
         return _from_raw(raw)
     except KeyError as error:
         raise ConfigError(f"{file}: the key {error} is missing; copy the file from the model again") from error
+
+
+def _not_computed(raw: dict[str, Any]) -> str | None:
+    """The first key whose value changes what the model computes and is not supported, with what is."""
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        return f"rope type {rope_type!r} is not supported; one of {', '.join(SUPPORTED_ROPE_TYPES)}"
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        return "partial_rotary_factor is not supported; only 1"
+    if raw.get("hidden_act", "silu") != "silu":
+        return f"hidden_act={raw['hidden_act']!r} is not supported; only silu"
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+        return "sliding-window attention is not supported"
+    biases = [key for key in ("attention_bias", "mlp_bias") if raw.get(key)]
+    return f"{biases[0]}=true is not supported" if biases else None
 
 
 def _from_raw(raw: dict[str, Any]) -> HfConfig:
@@ -93,7 +113,7 @@ def _from_raw(raw: dict[str, Any]) -> HfConfig:
         rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=model_type == "qwen2" or bool(raw.get("attention_bias", False)),
+        qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         raw=raw,
     )

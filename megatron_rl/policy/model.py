@@ -33,7 +33,7 @@ def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConf
     device, in `model_cfg.dtype`, with weights that are not set to anything: load some.
 
     Raises:
-        ModelError: the layout or the rotary scaling is not supported.
+        ModelError: the layout is not supported.
     """
     from megatron.core import parallel_state
 
@@ -195,9 +195,7 @@ def rotary_frequencies(hf: HfConfig) -> Tensor:
 
     `default` is theta ** (-2i / head_dim) (2104.09864), `linear` divides it by `factor`, `llama3` divides long
     wavelengths only, with a smooth passage between `low_freq_factor` and `high_freq_factor`.
-
-    Raises:
-        ModelError: another `rope_type`.
+    `read_hf_config` admits no others.
     """
     exponent = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
     inv_freq = 1.0 / (hf.rope_theta**exponent)
@@ -207,8 +205,6 @@ def rotary_frequencies(hf: HfConfig) -> Tensor:
         return inv_freq
     if kind == "linear":
         return inv_freq / scaling["factor"]
-    if kind != "llama3":
-        raise ModelError(f"config.json: rope_scaling type {kind!r} is not supported; one of default, linear, llama3")
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)

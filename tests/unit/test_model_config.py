@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.config import HfConfig, read_hf_config
+from megatron_rl.config import ConfigError, HfConfig, read_hf_config
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.policy.model import ModelError, padded_vocab_size, rotary_frequencies, transformer_config
@@ -42,10 +43,29 @@ def test_rotary_frequencies_equal_transformers(scaling: dict[str, Any] | None, t
     torch.testing.assert_close(rotary_frequencies(hf), expected, rtol=1e-6, atol=0)
 
 
-def test_unsupported_rotary_scaling_is_refused_by_name(tmp_path: Path) -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-    with pytest.raises(ModelError, match=r"'yarn' is not supported; one of default, linear, llama3"):
-        rotary_frequencies(hf_of(tmp_path, rope_parameters=yarn))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' is not supported; one of default, lin"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; one of default, linear"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only silu"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        ({"attention_bias": True}, "attention_bias=true is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=true is not supported"),
+    ],
+)
+def test_a_key_that_would_be_ignored_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tiny_model(tmp_path, "llama") / "config.json"
+    described = json.loads(file.read_text())
+    for key in ("rope_parameters", "rope_scaling"):
+        if key in changes:
+            described.pop("rope_parameters", None)
+    file.write_text(json.dumps({**described, **changes}))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_hf_config(tmp_path)
+    assert str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize(("vocab", "tp", "padded"), [(320, 1, 384), (320, 2, 512), (256, 2, 256), (257, 2, 512)])

@@ -1,8 +1,8 @@
-"""The table of Llama (dense): grouped-query attention, no biases unless `attention_bias`."""
+"""The table of Llama (dense): grouped-query attention, no biases."""
 
 from __future__ import annotations
 
-from megatron_rl.weights.families.common import ATTENTION, MLP, QKV_BIAS, TOP
+from megatron_rl.weights.families.common import ATTENTION, MLP, TOP
 from megatron_rl.weights.mapping import Family
 
-FAMILY = Family(model_type="llama", top=TOP, layer=ATTENTION + QKV_BIAS + MLP)
+FAMILY = Family(model_type="llama", top=TOP, layer=ATTENTION + MLP)
