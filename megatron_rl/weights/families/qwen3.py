@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.weights.families.common import ATTENTION, MLP, QK_NORM, QKV_BIAS, TOP
+from megatron_rl.weights.families.common import ATTENTION, MLP, QK_NORM, TOP
 from megatron_rl.weights.mapping import Family
 
-FAMILY = Family(model_type="qwen3", top=TOP, layer=ATTENTION + QKV_BIAS + QK_NORM + MLP)
+FAMILY = Family(model_type="qwen3", top=TOP, layer=ATTENTION + QK_NORM + MLP)
