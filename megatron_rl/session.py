@@ -212,7 +212,10 @@ class Session:
         extra = {"progress": asdict(self.state), "controller": controller}
         # Only what was measured of these very weights may call them the best.
         metric = self.state.latest.get(self.cfg.checkpoint.metric) if self.state.evaluated == step else None
+        began = time.monotonic()
         self.policy.save(self.run.path, step, extra, metric)
+        if self._recorder:
+            self._recorder.values(step, {"time/checkpoint": time.monotonic() - began})
 
     def stop_if_requested(self) -> None:
         """Raise StopRequested on every rank once rank 0 has got SIGTERM."""

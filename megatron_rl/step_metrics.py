@@ -19,10 +19,15 @@ def batch_metrics(table: RolloutTable) -> dict[str, float]:
     found = {
         "reward/mean": _mean(table.reward[known]),
         "reward/std": float(np.std(table.reward[known])) if known.any() else float("nan"),
+        "reward/std_within_group": _mean(_deviations(table.reward[known], table.group_index[known])),
+        "reward/min": float(np.min(table.reward[known], initial=np.inf)) if known.any() else float("nan"),
+        "reward/max": float(np.max(table.reward[known], initial=-np.inf)) if known.any() else float("nan"),
         "reward/correctness": _mean(table.correctness[known]),
         "reward/errors": float((~known).sum()),
         "rollout/response_length_mean": _mean(table.response_length),
+        "rollout/response_length_min": float(table.response_length.min()) if len(table) else 0.0,
         "rollout/response_length_max": float(table.response_length.max(initial=0)),
+        "rollout/prompt_length_mean": _mean(table.prompt_length),
         "rollout/truncated_fraction": _mean(table.truncated),
         **table.metrics,
     }
@@ -42,6 +47,11 @@ def resident_gib() -> float:
 
 def _combine(name: str, values: list[float]) -> float:
     return float(np.sum(values)) if name in SUMMED else float(np.mean(values))
+
+
+def _deviations(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Standard deviation of the rewards of each group."""
+    return np.array([np.std(rewards[groups == group]) for group in np.unique(groups)])
 
 
 def _mean(values: np.ndarray) -> float:
