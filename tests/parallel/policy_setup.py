@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +40,15 @@ def make_config(
     return Config(**base)
 
 
-def make_batch(vocab_size: int, seed: int = 0, count: int = 9) -> SequenceBatch:
-    """Uneven sequences, prompts masked, one sample masked as a whole, advantages that do not cancel."""
+def make_batch(vocab_size: int, seed: int = 0, count: int = 9, masked: Sequence[int] = (2,)) -> SequenceBatch:
+    """Uneven sequences, prompts masked, the samples `masked` as a whole, advantages that do not cancel."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 24, size=count)
     # Not id 0: transformers keeps the padding token's embedding, and its gradient, at zero.
     sequences = [rng.integers(1, vocab_size, size=n) for n in lengths]
     masks = [np.arange(n) >= rng.integers(1, n - 2) for n in lengths]
-    masks[2][:] = False
+    for i in masked:
+        masks[i][:] = False
     mask = np.concatenate(masks)
     return SequenceBatch.from_sequences(
         sequences,

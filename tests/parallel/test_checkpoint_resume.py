@@ -68,12 +68,12 @@ def write_all(paths: dict[bool, str], runs: str) -> dict[str, Any]:
     """In a rank: train, save in the middle, go on; and read back in every layout of the same size."""
     from megatron_rl.policy import distributed
 
-    written = {writer: _write(writer, paths, Path(runs)) for writer in WRITERS}
+    written = {writer: write_checkpoint(paths, Path(runs), writer, parallel) for writer, parallel in WRITERS.items()}
     found: dict[str, Any] = {"written": written}
     for writer, readers in READERS.items():
         for reader, parallel in readers.items():
             if parallel:
-                found[f"{writer}->{reader}"] = _read(writer, paths, Path(runs), parallel)
+                found[f"{writer}->{reader}"] = read_checkpoint(paths, Path(runs), writer, parallel)
     found["wrong_optimizer"] = _wrong_optimizer(paths, Path(runs))
     distributed.shutdown()
     return found
@@ -81,15 +81,16 @@ def write_all(paths: dict[bool, str], runs: str) -> dict[str, Any]:
 
 def read_alone(paths: dict[bool, str], runs: str) -> list[float]:
     """In the only rank: what two ranks wrote."""
-    return _read("tp2", paths, Path(runs), {})["losses"]
+    return read_checkpoint(paths, Path(runs), "tp2", {})["losses"]
 
 
-def _write(writer: str, paths: dict[bool, str], runs: Path) -> dict[str, Any]:
+def write_checkpoint(paths: dict[bool, str], runs: Path, writer: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Train, save in `runs/writer`, and train on; `paths` of the untied (False) and the tied (True) model."""
     import torch
 
     from megatron_rl.policy.policy import Policy
 
-    cfg = _config(paths, writer, WRITERS[writer])
+    cfg = _config(paths, writer, parallel)
     run_dir = runs / writer
     with layout(cfg) as dp_rank:
         policy = Policy.build(cfg)
@@ -106,7 +107,8 @@ def _write(writer: str, paths: dict[bool, str], runs: Path) -> dict[str, Any]:
         return {"folder": str(folder), "losses": losses, "drawn": drawn}
 
 
-def _read(writer: str, paths: dict[bool, str], runs: Path, parallel: dict[str, Any]) -> dict[str, Any]:
+def read_checkpoint(paths: dict[bool, str], runs: Path, writer: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Go on in the layout `parallel` from what `writer` has saved."""
     import torch
 
     from megatron_rl.policy.policy import Policy

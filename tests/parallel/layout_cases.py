@@ -1,0 +1,166 @@
+"""Which layouts are compared with one rank, and with what else each is combined; runs nothing and holds no tests.
+
+Layouts, losses and splits multiply to some 100,000 combinations. `cover` picks few of them in which every pair of
+values of two different factors still occurs: a fault that needs two settings to show itself is met at least once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_rl.algorithms.normalisation import NORMALISATIONS
+from megatron_rl.algorithms.spec import LossSpec
+from megatron_rl.policy.microbatch import Plan
+from tests.parallel.policy_setup import DP2, PP2, TP2
+
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+SP = {"sequence_parallel": True}
+
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"TP2": TP2, "TP2 SP": TP2 | SP, "PP2": PP2, "PP2 VPP2": VPP2, "DP2": DP2},
+    4: {
+        "TP2 PP2": TP2 | PP2,
+        "TP2 PP2 SP": TP2 | PP2 | SP,
+        "TP2 PP2 VPP2": TP2 | VPP2,
+        "PP2 DP2": PP2 | DP2,
+        "PP2 VPP2 DP2": VPP2 | DP2,
+        "TP2 DP2 SP": TP2 | DP2 | SP,
+        "PP4": {"pipeline_model_parallel_size": 4},
+        "DP4": {"data_parallel_size": 4},
+    },
+}
+"""Processes -> name -> section `parallel`."""
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "sequences": (1, 2, None),
+    "shards": ("even", "empty", "masked"),
+    "normalisation": NORMALISATIONS,
+    "kl": ("off", "k2", "k3"),
+    "kl_unbiased": (True, False),
+    "dual_clip": (None, 3.0),
+    "entropy_coef": (0.0, 0.01),
+    "given_old": (True, False),
+    "tied": (True, False),
+    "recompute": ("none", "selective", "full"),
+    "use_distributed_optimizer": (True, False),
+}
+"""Fields of `Case` but for the layout, and their values."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What decides the value of the loss: cases with the same one have the same reference."""
+
+    normalisation: str
+    kl: str
+    kl_unbiased: bool
+    dual_clip: float | None
+    entropy_coef: float
+    given_old: bool
+    """Old log-probs are given; else the ratio is 1."""
+    tied: bool
+
+    @property
+    def spec(self) -> LossSpec:
+        """For the policy."""
+        return LossSpec(
+            dual_clip=self.dual_clip,
+            kl_coef=0.0 if self.kl == "off" else 0.1,
+            kl_estimator="k3" if self.kl == "off" else self.kl,
+            kl_unbiased=self.kl_unbiased,
+            entropy_coef=self.entropy_coef,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One update in one layout."""
+
+    layout: str
+    sequences: int | None
+    """In each micro-batch; 1 is unpacked, None all that the rank has."""
+    shards: str
+    """even; empty: the last data-parallel rank has nothing; masked: it has all fully masked samples and no others."""
+    normalisation: str
+    kl: str
+    kl_unbiased: bool
+    dual_clip: float | None
+    entropy_coef: float
+    given_old: bool
+    tied: bool
+    recompute: str
+    use_distributed_optimizer: bool
+
+    @property
+    def loss(self) -> Loss:
+        """Its part that a single rank can compute."""
+        return Loss(**{name: getattr(self, name) for name in Loss.__dataclass_fields__})
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """Section `parallel`."""
+        layout = next(layouts[self.layout] for layouts in LAYOUTS.values() if self.layout in layouts)
+        return layout | {"recompute": self.recompute, "use_distributed_optimizer": self.use_distributed_optimizer}
+
+    def __str__(self) -> str:
+        short = {"sequences": "seqs", "kl_unbiased": "unbiased", "dual_clip": "dual", "entropy_coef": "entropy"}
+        short |= {"given_old": "old", "use_distributed_optimizer": "distopt"}
+        words = [self.layout.replace(" ", "")]
+        for name, value in list(asdict(self).items())[1:]:
+            label = short.get(name, name)
+            words += [label] * (value is True) if isinstance(value, bool) else [f"{label}={value}"]
+        return " ".join(words)
+
+
+def cover(layouts: Iterable[str], seed: int = 0, tries: int = 60) -> list[Case]:
+    """Few cases with every pair of values (the layout is a factor, too); greedy, and the same for the same seed."""
+    factors = {"layout": tuple(layouts), **FACTORS}
+    rng = random.Random(seed)
+    missing = set(_all_pairs(factors))
+    cases = []
+    while missing:
+        anchor = dict(min(missing, key=repr))  # keeps every round useful
+        candidates = [{name: rng.choice(values) for name, values in factors.items()} | anchor for _ in range(tries)]
+        best = max(candidates, key=lambda candidate: len(missing & pairs(candidate)))
+        missing -= pairs(best)
+        cases.append(Case(**best))
+    return sorted(cases, key=str)
+
+
+def pairs(values: Mapping[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
+    """Every two of its entries."""
+    return set(itertools.combinations(values.items(), 2))
+
+
+def _all_pairs(factors: Mapping[str, tuple[Any, ...]]) -> Iterable[tuple[tuple[str, Any], ...]]:
+    for (a, first), (b, second) in itertools.combinations(factors.items(), 2):
+        yield from (((a, x), (b, y)) for x in first for y in second)
+
+
+def deal(case: Case, lengths: list[int], masked: list[int], data_parallel_size: int, multiple: int) -> Plan:
+    """The case's plan. With one data-parallel rank, `empty` adds empty micro-batches and `masked` one of only those.
+
+    Args:
+        lengths: tokens of every sequence.
+        masked: indices of the fully masked ones.
+        data_parallel_size, multiple: of `cfg.parallel`.
+    """
+    everything = list(range(len(lengths)))
+    special = {"even": [], "empty": [], "masked": masked}[case.shards]
+    normal = [i for i in everything if i not in special]
+    ranks = data_parallel_size - (case.shards != "even" and data_parallel_size > 1)
+    dealt = [_chunks(normal[rank::ranks], case.sequences) for rank in range(ranks)]
+    extra = [_chunks(special, case.sequences) if special else [()]]
+    if case.shards != "even":
+        dealt = [dealt[0] + extra[0]] if data_parallel_size == 1 else dealt + extra
+    count = -(-max(map(len, dealt)) // multiple) * multiple
+    return Plan(tuple(tuple(part + [()] * (count - len(part))) for part in dealt))
+
+
+def _chunks(indices: list[int], size: int | None) -> list[tuple[int, ...]]:
+    size = size or len(indices)
+    return [tuple(indices[i : i + size]) for i in range(0, len(indices), size)]
