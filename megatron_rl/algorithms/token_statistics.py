@@ -94,12 +94,14 @@ def finalise_metrics(sums: Mapping[str, Tensor | float], counts: BatchCounts) ->
 
     Args:
         sums: merged statistics, and optionally `loss`, the sum of weighted terms, which is normalised already.
-        counts: global counts of what was trained on; without trainable tokens every metric is 0.
+        counts: global counts of what was trained on; without trainable tokens no mean is defined, and
+            only the loss is among the metrics.
     """
-    tokens = max(1, counts.tokens)
-    metrics = {METRIC_NAMES[k]: float(v) / tokens for k, v in sums.items() if k in METRIC_NAMES}
-    if "gap_max_abs" in sums:
-        metrics["gap/max_abs"] = float(sums["gap_max_abs"])
+    metrics = {}
+    if counts.tokens:
+        metrics = {METRIC_NAMES[k]: float(v) / counts.tokens for k, v in sums.items() if k in METRIC_NAMES}
+        if "gap_max_abs" in sums:
+            metrics["gap/max_abs"] = float(sums["gap_max_abs"])
     if "loss" in sums:
         metrics["policy/loss"] = float(sums["loss"])
     return metrics
