@@ -14,6 +14,9 @@ from .base import ConfigError
 from .hf_config import HfConfig, read_hf_config
 from .schema import Config
 
+WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
+"""Number formats of weights, as safetensors names them; others need scales that a plain conversion would ignore."""
+
 
 def check(cfg: Config) -> HfConfig:
     """Refuse what cannot run; returns the model's facts.
@@ -69,7 +72,7 @@ def _weights(cfg: Config) -> Iterator[str]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{index}: not a valid index ({error!r}); copy the file from the model again"
             return
     for name in names:
@@ -88,12 +91,19 @@ def _safetensors(file: Path) -> Iterator[str]:
         header = stream.read(length) if 8 + length <= size else b""
     try:
         entries = json.loads(header)
-        end = max((e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__"), default=0)
+        tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        quantised = sorted(name for name, entry in tensors.items() if entry["dtype"] not in WEIGHT_DTYPES)
     except (ValueError, KeyError, TypeError, AttributeError):
         yield f"model.path: {file} is not a complete safetensors file ({size} bytes, unreadable header); {again}"
         return
     if size != 8 + length + end:
         yield f"model.path: {file} is cut off: {size} bytes, its header promises {8 + length + end}; {again}"
+    if quantised:
+        yield (
+            f"model.path: {file} holds {quantised[0]} as {tensors[quantised[0]]['dtype']}; only "
+            f"{', '.join(WEIGHT_DTYPES)} can be trained; use a model that is not quantised"
+        )
 
 
 def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:

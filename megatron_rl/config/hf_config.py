@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .base import ConfigError
 
+N = TypeVar("N", int, float)
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -63,8 +64,10 @@ def read_hf_config(path: str | Path) -> HfConfig:
         )
     try:
         raw = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # neither UTF-8 nor JSON
         raise ConfigError(f"{file}: not valid JSON ({error}); copy the file from the model again") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: a JSON object is expected; copy the file from the model again")
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(
@@ -76,6 +79,8 @@ def read_hf_config(path: str | Path) -> HfConfig:
         return _from_raw(raw)
     except KeyError as error:
         raise ConfigError(f"{file}: the key {error} is missing; copy the file from the model again") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}; copy the file from the model again") from error
 
 
 def _not_computed(raw: dict[str, Any]) -> str | None:
@@ -96,24 +101,40 @@ def _not_computed(raw: dict[str, Any]) -> str | None:
 
 def _from_raw(raw: dict[str, Any]) -> HfConfig:
     model_type = raw["model_type"]
-    heads = raw["num_attention_heads"]
+    heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
+    groups = _positive({"num_key_value_heads": heads, **_given(raw)}, "num_key_value_heads")
+    if heads % groups:
+        raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
     rope = raw.get("rope_parameters") or {}  # transformers 5 keeps theta and scaling together here
     scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
     return HfConfig(
         model_type=model_type,
-        num_layers=raw["num_hidden_layers"],
-        hidden_size=raw["hidden_size"],
-        ffn_hidden_size=raw["intermediate_size"],
+        num_layers=_positive(raw, "num_hidden_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=_positive(raw, "intermediate_size"),
         num_attention_heads=heads,
-        num_query_groups=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        vocab_size=raw["vocab_size"],
-        max_position_embeddings=raw["max_position_embeddings"],
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        num_query_groups=groups,
+        head_dim=_positive({"head_dim": hidden // heads, **_given(raw)}, "head_dim"),
+        vocab_size=_positive(raw, "vocab_size"),
+        max_position_embeddings=_positive(raw, "max_position_embeddings"),
+        rms_norm_eps=_positive(raw, "rms_norm_eps", float),
+        rope_theta=_positive({"rope_theta": 10000.0, **_given(rope), **_given(raw)}, "rope_theta", float),
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         raw=raw,
     )
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that are null, which means absent."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _positive(values: dict[str, Any], key: str, kind: type[N] = int) -> N:
+    """The number under `key`. Raises KeyError when it is missing, ValueError for anything but a positive number."""
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not value > 0:
+        raise ValueError(f"{key}={value!r} is not a positive {'whole ' if kind is int else ''}number")
+    return kind(value)

@@ -36,9 +36,11 @@ class PromptTokenizer:
         chat_template: str | Path | None = None,
         template_variables: dict[str, Any] | None = None,
     ) -> None:
-        path = Path(model_path)
+        self._path = path = Path(model_path)
         config = _read_json(path / "tokenizer_config.json") or {}
         self._tokenizer = _load_tokenizer(path)
+        vocab_size = (_read_json(path / "config.json") or {}).get("vocab_size")
+        self._model_vocab_size: int | None = vocab_size if isinstance(vocab_size, int) else None
         self._special_tokens = _special_tokens(path, config)
         self._system_prompt = system_prompt
         self._variables = dict(template_variables or {})
@@ -59,12 +61,21 @@ class PromptTokenizer:
         return self._template.render(messages, **self._variables)
 
     def encode(self, record: PromptRecord) -> list[int]:
-        """Token ids of the prompt, up to where the response begins."""
-        return self.encode_text(self.render(record))
+        """Token ids of the prompt, up to where the response begins. Raises `DataError` when there are none."""
+        ids = self.encode_text(self.render(record))
+        if not ids:
+            raise DataError(f"record {record.id!r} becomes a prompt without tokens; correct it or the chat template")
+        return ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text as it stands: nothing is put before or after it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of a text as it stands: nothing is put before or after it.
+
+        Raises `DataError` for an id beyond the model's vocabulary: tokenizer and model do not belong together.
+        """
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._model_vocab_size is not None and max(ids, default=0) >= self._model_vocab_size:
+            raise DataError(self._foreign(max(ids)))
+        return ids
 
     def encode_sft(self, record: PromptRecord) -> tuple[list[int], list[int]]:
         """Prompt ids, and the ids of `record.target` with the end-of-sequence token.
@@ -85,6 +96,12 @@ class PromptTokenizer:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
+    def _foreign(self, token_id: int) -> str:
+        return (
+            f"{self._path}: token {token_id} ({self._tokenizer.id_to_token(token_id)!r}) is outside the model's "
+            f"vocab_size={self._model_vocab_size}; tokenizer and model do not belong together, copy both again"
+        )
+
     def _find_eos_token_ids(self, path: Path) -> list[int]:
         own = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         ids: list[int] = []
@@ -95,6 +112,11 @@ class PromptTokenizer:
                 break
         if not ids and own is not None:
             ids = [own]
+        for token_id in ids:
+            if type(token_id) is not int or token_id < 0:
+                raise DataError(f"{path}: eos_token_id={token_id!r} is not a token id; correct it in {name}")
+            if self._model_vocab_size is not None and token_id >= self._model_vocab_size:
+                raise DataError(self._foreign(token_id))
         if not ids:
             raise DataError(
                 f"{path}: no token ends a response; set eos_token_id in generation_config.json, "

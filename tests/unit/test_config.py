@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import asdict
 from pathlib import Path
@@ -305,3 +306,43 @@ def test_metrics_that_a_run_acts_on_must_be_measured(values: dict[str, Any]) -> 
 def test_a_directory_in_the_place_of_a_prompt_file_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval_prompts=.*: not a regular file"):
         check(validate(put(values, data__eval_prompts=str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not a positive whole number"),
+        ({"num_attention_heads": "eight"}, "num_attention_heads='eight' is not a positive whole number"),
+        ({"num_attention_heads": 6}, "num_attention_heads=6 is no multiple of num_key_value_heads=4"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not a positive whole number"),
+        ({"vocab_size": None}, "vocab_size=None is not a positive whole number"),
+        ({"head_dim": 1.5}, "head_dim=1.5 is not a positive whole number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True is not a positive number"),
+    ],
+)
+def test_impossible_numbers_of_a_model_are_named(values: dict[str, Any], change: dict[str, Any], expected: str) -> None:
+    (Path(values["model"]["path"]) / "config.json").write_text(json.dumps(MODEL | change))
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check(validate(values))
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"3", b"\xff\xfe\x00", b"{"])
+def test_a_config_json_that_is_no_object_is_refused(values: dict[str, Any], content: bytes) -> None:
+    (Path(values["model"]["path"]) / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json: .*copy the file from the model again"):
+        check(validate(values))
+
+
+@pytest.mark.parametrize("content", [b"[1]", b'{"weight_map": ["a"]}', b'{"weight_map": null}', b"\xff"])
+def test_an_index_that_is_none_is_refused(values: dict[str, Any], content: bytes) -> None:
+    (Path(values["model"]["path"]) / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="not a valid index"):
+        check(validate(values))
+
+
+def test_a_quantised_model_is_refused(values: dict[str, Any]) -> None:
+    header = json.dumps({"w": {"dtype": "I8", "shape": [16], "data_offsets": [0, 16]}}).encode()
+    file = Path(values["model"]["path"]) / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
+    with pytest.raises(ConfigError, match="holds w as I8; only F64, F32, BF16, F16 can be trained"):
+        check(validate(values))

@@ -192,3 +192,24 @@ def test_neither_data_nor_rewards_import_torch_or_transformers():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_token_outside_the_vocabulary_of_the_model_is_named(model):
+    (model / "config.json").write_text(json.dumps({"vocab_size": 60}))
+    with pytest.raises(DataError, match=r"token \d+ \('.'\) is outside the model's vocab_size=60"):
+        PromptTokenizer(model).encode(record([("user", "A ~")]))
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(9999, "outside the model's vocab_size"), ("x", "is not a token id")])
+def test_an_end_token_that_the_model_cannot_produce_is_refused(model, eos, expected):
+    (model / "config.json").write_text(json.dumps({"vocab_size": 320}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(DataError, match=expected):
+        PromptTokenizer(model)
+
+
+def test_a_template_that_leaves_nothing_of_a_prompt_is_refused(model, tmp_path):
+    template = tmp_path / "empty.jinja"
+    template.write_text("")
+    with pytest.raises(DataError, match="record 'id' becomes a prompt without tokens"):
+        PromptTokenizer(model, chat_template=template).encode(record([("user", "1")]))
