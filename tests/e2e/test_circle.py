@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -130,6 +132,36 @@ def test_a_run_goes_on_from_its_newest_checkpoint_at_another_layout(run: Finishe
     assert resumed.steps[-1]["gap/max_abs"] <= 1e-4
     assert resumed.result["pass_at_1_before"] == run.result["pass_at_1_before"]
     assert "warm-up" not in resumed.output
+
+
+@pytest.fixture
+def served(inputs: Path, tmp_path: Path) -> Iterator[str]:
+    """The address of a generation server that belongs to no run."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "serve", "--model", str(inputs / "model"), "--port", "0"]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(command, stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        deadline, ready = time.monotonic() + 120, None
+        while ready is None:
+            text = (tmp_path / "server.log").read_text()
+            assert server.poll() is None, text
+            assert time.monotonic() < deadline, text
+            ready = re.search(r"engine ready at (http://\S+),", text)
+            time.sleep(0.1)
+        yield ready[1]
+        assert server.poll() is None, "the run has ended a server that it had not started"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def test_a_run_uses_a_server_that_runs_already_and_leaves_it_running(
+    served: str, tmp_path: Path, inputs: Path
+) -> None:
+    finished = train(tmp_path / "run", inputs, "steps=2", *SHORT, "sft.data=null", f"engine.urls=[{served}]")
+    assert finished.code == 0, finished.output
+    assert [row["gap/max_abs"] <= 1e-4 for row in finished.steps] == [True] * 2
+    assert not list((tmp_path / "run" / "logs").glob("engine-*"))
 
 
 def test_term_saves_the_run_and_ends_it_with_75(tmp_path: Path, inputs: Path) -> None:
