@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
+from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.config import Config, load_config
 from megatron_rl.monitor.logs import setup_logging
 from megatron_rl.monitor.recorder import Recorder
@@ -17,17 +18,21 @@ from megatron_rl.policy.checkpoint import CheckpointError
 from megatron_rl.policy.distributed import DistributedError
 from megatron_rl.policy.policy import Policy, PolicyError
 from megatron_rl.rollout.control import EngineControl
+from megatron_rl.rollout.dump import remove_dumps_from
 from megatron_rl.rollout.endpoint import engine_urls
+from megatron_rl.rollout.ledger import Ledger, LedgerError
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.session import Session
 from megatron_rl.weights import WeightsError
+from megatron_rl.weights.version_dir import discard_versions_after
 
 EXPECTED_ERRORS = (
     CheckpointError,
     ControllerError,
     DistributedError,
     EngineError,
+    LedgerError,
     PolicyError,
     RankZeroError,
     WeightsError,
@@ -36,20 +41,35 @@ EXPECTED_ERRORS = (
 
 
 @contextmanager
-def open_session(config: Path, resume: bool) -> Iterator[Session]:
-    """Join the other ranks, build the policy, find controller and engines; leave everything in order afterwards."""
+def open_session(config: Path, resume_from: Path | None) -> Iterator[Session]:
+    """Join the other ranks, build the policy, find controller and engines; leave everything in order afterwards.
+
+    `resume_from` is the checkpoint to go on from; without one the run begins from its start, whatever lies there.
+    """
     cfg = load_config(config)
     distributed.initialize(cfg.parallel, cfg.seed, cfg.cluster.collective_timeout_s)
     rank = dist.get_rank()
     setup_logging("trainer", rank, None, cfg.logging.level)  # stderr is the rank's log file already
-    newest = checkpoint.latest(Path(cfg.run_dir)) if resume else None
-    recorder = _recorder(cfg, newest, resume) if rank == 0 else None
+    recorder = None
+    if rank == 0:
+        cut_back(Path(cfg.run_dir), resume_from)
+        recorder = _recorder(cfg, resume_from)
     try:
-        yield _session(cfg, rank, recorder, newest)
+        yield _session(cfg, rank, recorder, resume_from)
     finally:
         if recorder:
             recorder.close()
         distributed.shutdown()
+
+
+def cut_back(run_dir: Path, resume_from: Path | None) -> None:
+    """Remove what an earlier start wrote after the checkpoint, later checkpoints first; metrics: see `Recorder`."""
+    step = checkpoint.step_of(resume_from) if resume_from else 0
+    if resume_from:
+        checkpoint.discard_after(run_dir, step)
+    Ledger(run_dir).truncate_after(step)
+    remove_dumps_from(run_dir, step + 1 if resume_from else 0)
+    discard_versions_after(RunDir(run_dir).weights, step)
 
 
 def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Path | None) -> Session:
@@ -67,13 +87,14 @@ def _engine_urls(cfg: Config) -> list[str]:
     return engine_urls(cfg.run_dir, cfg.engine.replicas, cfg.engine.ready_timeout_s)
 
 
-def _recorder(cfg: Config, newest: Path | None, resume: bool) -> Recorder:
+def _recorder(cfg: Config, resume_from: Path | None) -> Recorder:
+    before_warm_up = -1 if RunDir(cfg.run_dir).metrics.exists() else None
     return Recorder(
         Path(cfg.run_dir),
         cfg.name,
         console=cfg.logging.console,
         updates_per_batch=cfg.algorithm.updates_per_batch,
-        resume_step=checkpoint.step_of(newest) if newest else (0 if resume else None),
+        resume_step=checkpoint.step_of(resume_from) if resume_from else before_warm_up,
         tensorboard=cfg.logging.tensorboard,
         wandb_project=cfg.logging.wandb_project if cfg.logging.wandb else None,
         config=cfg.model_dump(mode="json"),

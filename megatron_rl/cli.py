@@ -34,6 +34,12 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in run_dir.")] = False,
+    resume_from: Annotated[
+        int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
+    ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option(help="Go on although the configuration is not the one that the run had.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print the plan, start nothing.")] = False,
 ) -> None:
     """Train: start engines, controller and trainer ranks on this machine and watch them to the end.
@@ -41,14 +47,16 @@ def train(
     Example: megatron-rl train configs/quickstart.yaml run_dir=runs/first steps=20
     """
     from megatron_rl.cluster.local import run_local
-    from megatron_rl.preflight import check_inputs
+    from megatron_rl.cluster.resume import Resume
+    from megatron_rl.preflight import check_inputs, checkpoint_to_resume
 
     cfg = load_config(config, overrides or ())
     hf = check_inputs(cfg)
     if dry_run:
         _print_plan(cfg, make_plan(cfg, hf))
         return
-    raise typer.Exit(run_local(cfg, resume))
+    goes_on = Resume(lambda: checkpoint_to_resume(Path(cfg.run_dir), resume_from), accept_changes)
+    raise typer.Exit(run_local(cfg, goes_on if resume or resume_from is not None else None))
 
 
 @app.command()

@@ -5,8 +5,11 @@ Seconds on the login node instead of an error after hours in the queue. The conf
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_rl.config import Config, HfConfig, check
 from megatron_rl.data import DataError, PromptDataset, check_targets
+from megatron_rl.policy import checkpoint
 from megatron_rl.rewards.registry import RewardError, load_verifier
 from megatron_rl.rollout.controller import Prompts
 
@@ -33,3 +36,15 @@ def check_inputs(cfg: Config) -> HfConfig:
     for component in cfg.reward.components:
         load_verifier(component.name, component.args)
     return hf
+
+
+def checkpoint_to_resume(run_dir: Path, step: int | None) -> Path | None:
+    """The checkpoint of `step`, or the newest one; None when the run has not saved any yet.
+
+    Raises:
+        CheckpointError: there is none of that step, or it is damaged; the message names the file.
+    """
+    found = checkpoint.latest(run_dir) if step is None else checkpoint.at(run_dir, step)
+    if found is not None:
+        checkpoint.verify(found)
+    return found

@@ -75,7 +75,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------ beginning
 
     def restore(self) -> int | None:
-        """Load the newest checkpoint when the run is resumed; returns its step, or None for a run from the start."""
+        """Load the checkpoint that the run is resumed from; returns its step, or None for a run from the start."""
         if self._resume_from is None:
             return None
         extra = self.policy.load(self._resume_from)
@@ -201,6 +201,11 @@ class Session:
         every = self.cfg.checkpoint.every
         if step == self.cfg.steps or (every and step % every == 0):
             self.save(step)
+
+    def save_warm_up(self) -> None:
+        """What the warm-up has learned, so that a run that dies early need not learn it again."""
+        if self.cfg.sft.data is not None:
+            self.save(0)
 
     def save(self, step: int) -> None:
         """One atomic unit: model, optimizer, RNG, this state and the controller's; once per step."""

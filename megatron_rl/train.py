@@ -11,9 +11,12 @@ every engine to hold the new weights. The controller goes on with step k + 1 as 
 
 from __future__ import annotations
 
+import argparse
 import logging
+import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.bring_up import EXPECTED_ERRORS, open_session
@@ -26,21 +29,23 @@ log = logging.getLogger(__name__)
 def train(s: Session) -> int:
     """Warm up, then take `steps` RL steps, evaluating and saving on the way. Returns the exit code."""
     step = s.restore()
-    if step is None:
-        step = 0
-        warm_up(s)
-        s.publish(step)
-        s.evaluate(step)
-    else:
-        s.publish(step)
     try:
+        if step is None:
+            warm_up(s)
+            step = 0
+            s.publish(step)
+            s.evaluate(step)
+            s.save_warm_up()
+        else:
+            s.publish(step)
         while step < s.cfg.steps:
             s.stop_if_requested()
             s.rollouts.start(step)
             rl_step(s, step)
             step += 1
     except StopRequested:
-        s.save(step)
+        if step is not None:  # else the warm-up begins again
+            s.save(step)
         return EXIT_RESUMABLE
     s.finish(step)
     return 0
@@ -55,6 +60,7 @@ def warm_up(s: Session) -> None:
             reached = (i % sft.check_every == 0) and s.sft_target_reached(i, metrics)
         if reached:
             break
+        s.stop_if_requested()
     s.policy.reset_optimizer()
     s.policy.freeze_reference()
 
@@ -69,6 +75,7 @@ def rl_step(s: Session, step: int) -> None:
             table, updates = s.rollouts.pull(step)
         with timer.phase("log_probs"):
             updates = [s.add_log_probs(update) for update in updates]
+        s.stop_if_requested()  # the weights are still those of `step`: the batch is kept, the step is taken again
         with timer.phase("train"):
             s.policy.set_learning_rate(s.learning_rate(step))
             results = [s.policy.train_step(update.batch, update.plan, spec) for update in updates]
@@ -81,15 +88,24 @@ def rl_step(s: Session, step: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m megatron_rl.train CONFIG.yaml [--resume]`, one process per rank (started by `megatron-rl train`)."""
-    words = sys.argv[1:] if argv is None else argv
+    """`python -m megatron_rl.train CONFIG.yaml [--from CHECKPOINT]`, one process per rank (see `cluster.local`)."""
+    parser = argparse.ArgumentParser(description="One trainer rank of a run; `megatron-rl train` starts them all.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--from", dest="checkpoint", type=Path)
+    words = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _leave)
     try:
-        with open_session(Path(words[0]), resume="--resume" in words) as session:
+        with open_session(words.config, words.checkpoint) as session:
             code = train(session)
     except EXPECTED_ERRORS as error:
         log.error("%s", error)
         code = 1
     sys.exit(code)
+
+
+def _leave(*_: object) -> NoReturn:
+    """TERM until the session takes over: there is nothing to save yet."""
+    sys.exit(EXIT_RESUMABLE)
 
 
 if __name__ == "__main__":

@@ -9,61 +9,98 @@ message names the process that failed first, what its exit code means, and the e
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-from types import FrameType
+from pathlib import Path
 
 from megatron_rl.config import Config, dump
 from megatron_rl.files import write_atomic
 
 from .processes import EXIT_RESUMABLE, Role, start, stop
+from .resume import Resume, require_same_run
 from .run_dir import RunDir
+
+log = logging.getLogger(__name__)
 
 
 class RunFailed(RuntimeError):
     """A process of the run failed; the message names it and shows the end of its log."""
 
 
-def run_local(cfg: Config, resume: bool) -> int:
-    """Run to the end. Returns the exit code of the run: 0, or 75 when it saved itself after TERM.
+class StopRequest:
+    """TERM and INT to this process, from the moment it is made: remembered for the loop below, which passes them on."""
+
+    def __init__(self) -> None:
+        self.asked_at: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked_at = self.asked_at or time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first signal; 0 without one."""
+        return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
+
+
+def run_local(cfg: Config, resume: Resume | None = None) -> int:
+    """Run to the end. Returns the exit code of the run: 0, or 75 when TERM came and it can be resumed.
 
     Raises:
         RunDirError: the run directory is in use, or holds another run.
         RunFailed: a process failed.
     """
+    asked = StopRequest()
     run = RunDir(cfg.run_dir)
-    with run.locked():
-        run.prepare(resume)
+    with run.locked(2 * cfg.cluster.stop_timeout_s) as lock:
+        run.prepare(resume is not None)
+        checkpoint = resume.checkpoint() if resume else None
+        if resume and checkpoint:
+            for change in require_same_run(run.config, cfg, resume.accept_changes):
+                log.warning("going on with a change: %s", change)
         write_atomic(run.config, dump(cfg))
         roles: list[Role] = []
         try:
-            _start_all(cfg, run, resume, roles)
-            return _watch(roles, cfg.cluster.stop_timeout_s)
+            _start_all(cfg, run, checkpoint, roles, lock)
+            return _watch(roles, asked, cfg.cluster.stop_timeout_s)
         finally:
             stop(roles, cfg.cluster.stop_timeout_s)
 
 
-def _start_all(cfg: Config, run: RunDir, resume: bool, roles: list[Role]) -> None:
+def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Role], lock: int) -> None:
     """Appends as it starts, so that a failure half-way still ends what runs."""
     env = _environment()
     python = [sys.executable, "-m"]
     if not cfg.engine.urls:
         for replica in range(cfg.engine.replicas):
             argv = [*python, "megatron_rl.cli", "serve", "--config", str(run.config), "--replica", str(replica)]
-            roles.append(start("engine", replica, argv, env, run.log("engine", replica)))
+            roles.append(start("engine", replica, argv, env, run.log("engine", replica), lock=lock))
     argv = [*python, "megatron_rl.cli", "rollout", "--config", str(run.config)]
-    roles.append(start("controller", 0, argv, env, run.log("controller", 0)))
+    roles.append(start("controller", 0, argv, env, run.log("controller", 0), lock=lock))
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     world = cfg.parallel.world_size or 1
     for rank in range(world):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **rendezvous}
         # Megatron warns at length about what a machine without CUDA lacks; an error must not drown in it.
         quiet = [sys.executable, "-W", "ignore::UserWarning", "-W", "ignore::FutureWarning", "-m"]
-        argv = [*quiet, "megatron_rl.train", str(run.config), *(["--resume"] if resume else [])]
-        roles.append(start("trainer", rank, argv, {**env, **ranks}, run.log("trainer", rank), console=rank == 0))
+        argv = [*quiet, "megatron_rl.train", str(run.config), *(["--from", str(checkpoint)] if checkpoint else [])]
+        # KILL: TERM asks a rank to save, but with the launcher gone, engines and controller are going as well.
+        role = start(
+            "trainer",
+            rank,
+            argv,
+            {**env, **ranks},
+            run.log("trainer", rank),
+            console=rank == 0,
+            lock=lock,
+            orphan_signal=signal.SIGKILL,
+        )
+        roles.append(role)
 
 
 def _environment() -> dict[str, str]:
@@ -77,30 +114,41 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _watch(roles: list[Role], stop_timeout_s: float) -> int:
+def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float) -> int:
     """Wait until the trainer has ended. TERM and INT to this process go on to the trainer ranks, which save."""
     trainers = [r for r in roles if r.name == "trainer"]
-    signalled: list[float] = []
-
-    def forward(number: int, _: FrameType | None) -> None:
-        signalled.append(time.monotonic())
-        for role in trainers:
-            if role.process.poll() is None:
-                role.process.send_signal(signal.SIGTERM)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
+    passed_on, left_at = False, None
     while True:
-        codes = [r.process.poll() for r in trainers]
+        if asked.asked_at and not passed_on:
+            _pass_on(trainers)
+            passed_on = True
+        codes = [_exit_code(r, passed_on) for r in trainers]
         if all(c in (0, EXIT_RESUMABLE) for c in codes):
             return max(c or 0 for c in codes)
-        ended = [r for r in roles if r.process.poll() is not None and (r.name != "trainer" or r.process.returncode)]
-        ended = [r for r in ended if r.process.returncode != EXIT_RESUMABLE]
-        if ended:
-            raise RunFailed(_first_failure(ended, roles))
-        if signalled and time.monotonic() - signalled[0] > 10 * stop_timeout_s:
+        ended = [r for r in roles if r.process.poll() is not None]
+        failed = [r for r in ended if r.name != "trainer" or _exit_code(r, passed_on) not in (0, EXIT_RESUMABLE)]
+        if failed:
+            raise RunFailed(_first_failure(failed, roles))
+        if EXIT_RESUMABLE in codes:
+            # Saving is over when one rank has left; ranks that were still starting may wait for it in vain.
+            left_at = left_at or time.monotonic()
+            if time.monotonic() - left_at > stop_timeout_s:
+                return EXIT_RESUMABLE
+        if asked.age_s > 10 * stop_timeout_s:
             raise RunFailed(f"the trainer did not save and end within {10 * stop_timeout_s:.0f} s of the signal")
         time.sleep(0.1)
+
+
+def _pass_on(trainers: list[Role]) -> None:
+    for role in trainers:
+        if role.process.poll() is None:
+            role.process.send_signal(signal.SIGTERM)
+
+
+def _exit_code(trainer: Role, asked_to_stop: bool) -> int | None:
+    """A rank that TERM ended before it could handle signals had nothing to save yet."""
+    code = trainer.process.poll()
+    return EXIT_RESUMABLE if asked_to_stop and code == -signal.SIGTERM else code
 
 
 def _first_failure(ended: list[Role], roles: list[Role]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -31,8 +32,23 @@ class Role:
         return f"{self.name}-{self.rank} {decode_exit(self.process.returncode)}; log {self.log}\n{tail(self.log)}"
 
 
-def start(name: str, rank: int, argv: list[str], env: dict[str, str], log: Path, console: bool = False) -> Role:
-    """Start a process whose stderr (and stdout, unless it owns the console) goes to `log`; it dies with its parent."""
+def start(
+    name: str,
+    rank: int,
+    argv: list[str],
+    env: dict[str, str],
+    log: Path,
+    *,
+    console: bool = False,
+    lock: int | None = None,
+    orphan_signal: signal.Signals = signal.SIGTERM,
+) -> Role:
+    """Start a process whose stderr (and stdout, unless it owns the console) goes to `log`; it dies with its parent.
+
+    Args:
+        lock: file descriptor that the process keeps open, so that what it locks stays locked while the process lives.
+        orphan_signal: what the kernel sends it when the launcher dies, however the launcher dies.
+    """
     with open(log, "ab") as handle:
         stdout: IO[bytes] | None = None if console else handle
         process = subprocess.Popen(
@@ -42,14 +58,15 @@ def start(name: str, rank: int, argv: list[str], env: dict[str, str], log: Path,
             stdout=stdout,
             stderr=handle,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            pass_fds=() if lock is None else (lock,),
+            preexec_fn=functools.partial(die_with_parent, orphan_signal),
         )
     return Role(name, rank, process, log)
 
 
-def _die_with_parent() -> None:
-    """In the child before exec: the kernel sends TERM when the launcher dies, however it dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(number: signal.Signals) -> None:
+    """In a child before exec: the kernel sends it this signal when its parent dies, however that dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
 
 
 def stop(roles: list[Role], timeout_s: float) -> None:

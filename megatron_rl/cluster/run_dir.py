@@ -1,6 +1,6 @@
 """The run directory: where each thing of a run lies, and the lock that keeps two runs apart. No format is known here.
 
-config.yaml  metrics.jsonl  result.json  report.html
+config.yaml  metrics.jsonl  ledger.jsonl  result.json  report.html
 rollouts/  eval/  tensorboard/  checkpoints/  weights/  logs/  endpoints/
 """
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 
 class RunDirError(RuntimeError):
@@ -71,32 +72,67 @@ class RunDir:
         try:
             for folder in (self.path, self.endpoints, self.weights, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            for stale in self.endpoints.glob("*.json"):
-                stale.unlink()
+            for stale in [*self.endpoints.glob("*.json"), self.path / "result.json"]:
+                stale.unlink(missing_ok=True)
         except OSError as error:
             raise RunDirError(f"run_dir={self.path} cannot be written: {error}; choose another run_dir") from error
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory for one run. Raises RunDirError naming the owner and since when it runs."""
+    def locked(self, patience_s: float = 0.0) -> Iterator[int]:
+        """Hold the directory for one run, and give the descriptor of the lock.
+
+        Processes that inherit the descriptor hold the directory too: when the launcher is killed, nobody takes over
+        before the last of them has ended, for which this waits up to `patience_s`.
+
+        Raises:
+            RunDirError: naming the owner and since when it runs.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / ".lock", "a+") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                handle.seek(0)
-                raise RunDirError(
-                    f"run_dir={self.path} is in use by {_owner(handle.read())}; choose another run_dir"
-                ) from None
+            deadline = time.monotonic() + patience_s
+            while not _try_lock(handle):
+                owner = _owner(handle)
+                if not _is_gone(owner) or time.monotonic() > deadline:
+                    raise RunDirError(f"run_dir={self.path} is in use by {_describe(owner)}; choose another run_dir")
+                time.sleep(0.05)
             handle.truncate(0)
             handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
             handle.flush()
-            yield
+            yield handle.fileno()
 
 
-def _owner(text: str) -> str:
+def _try_lock(handle: IO[str]) -> bool:
     try:
-        owner = json.loads(text)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner(handle: IO[str]) -> dict[str, Any] | None:
+    handle.seek(0)
+    try:
+        return dict(json.loads(handle.read()))
     except json.JSONDecodeError:
+        return None
+
+
+def _is_gone(owner: dict[str, Any] | None) -> bool:
+    """The launcher has ended although the directory is held: by its own last processes."""
+    if owner is None or owner["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _describe(owner: dict[str, Any] | None) -> str:
+    if owner is None:
         return "another run"
-    return f"process {owner['pid']} on {owner['host']}, running for {(time.time() - owner['since']) / 60:.0f} min"
+    age = f"running for {(time.time() - owner['since']) / 60:.0f} min"
+    name = f"process {owner['pid']} on {owner['host']}, {age}"
+    return f"processes that outlived their launcher ({name})" if _is_gone(owner) else name

@@ -117,6 +117,22 @@ def latest(run_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def at(run_dir: Path, step: int) -> Path:
+    """The checkpoint of `step`.
+
+    Raises:
+        CheckpointError: there is none; the message lists those there are.
+    """
+    found = _all(run_dir)
+    for path in found:
+        if step_of(path) == step:
+            return path
+    listed = ", ".join(str(step_of(path)) for path in found) or "none"
+    raise CheckpointError(
+        f"{Path(run_dir) / 'checkpoints'} has no checkpoint of step {step}; it has those of: {listed}"
+    )
+
+
 def step_of(checkpoint: Path) -> int:
     """RL steps that were trained when `checkpoint` was written.
 
@@ -198,9 +214,11 @@ def _read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _advice(checkpoint: Path) -> str:
-    older = [path.name for path in _all(checkpoint.parent.parent) if step_of(path) < step_of(checkpoint)]
+    older = [step_of(path) for path in _all(checkpoint.parent.parent) if step_of(path) < step_of(checkpoint)]
     if older:
-        return f"the checkpoint is damaged; restore the file, or delete {checkpoint} to go on from {older[-1]}"
+        return (
+            f"the checkpoint is damaged; restore the file, or go on from an earlier one with --resume-from {older[-1]}"
+        )
     return f"the checkpoint is damaged; restore the file, or delete {checkpoint} to start again"
 
 

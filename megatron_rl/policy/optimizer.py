@@ -133,16 +133,24 @@ class Optimizer:
             model_state: sharded state of the model chunks, by the names `model` or `model0`, `model1` ...
             is_loading: make room for what will be read.
         """
-        if is_loading:
-            for part in self.parts:
-                # torch's Adam has no state before its first step, and Megatron cannot then say what to read.
-                if hasattr(part, "_init_optimizer_states_with_dummy_values") and not part.optimizer.state:
-                    part._init_optimizer_states_with_dummy_values()
+        for part in self.parts:
+            # torch's Adam has no state before its first step, and Megatron cannot then say what to read or write.
+            if isinstance(getattr(part, "optimizer", None), torch.optim.Adam) and not part.optimizer.state:
+                _write_out_initial_state(part.optimizer)
         return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=checkpoint_metadata())
 
     def load_sharded_state(self, state: Any) -> None:
         """Take over what was read; call `set_learning_rate` afterwards, since the stored rate comes with it."""
         self.megatron.load_state_dict(state)
+
+
+def _write_out_initial_state(adam: torch.optim.Adam) -> None:
+    """The state from which Adam would start, made explicit: the next update is the same, bit by bit."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if parameter.numel():
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
 
 def checkpoint_metadata() -> dict[str, Any]:

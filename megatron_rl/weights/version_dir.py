@@ -173,6 +173,13 @@ def list_versions(weights_dir: str | Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
+def discard_versions_after(weights_dir: str | Path, version: int) -> None:
+    """Remove versions newer than `version`, to which the run was restored: they will be written again."""
+    for newer, path in list_versions(weights_dir):
+        if newer > version:
+            _remove(path)
+
+
 def prune_versions(weights_dir: str | Path, keep: int, in_use: Collection[int] = ()) -> list[int]:
     """Remove all but the newest `keep` versions and those in `in_use`; and what crashes have left. One caller only.
 

@@ -79,11 +79,11 @@ def test_writing_a_step_again_replaces_it(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "policy/data.distcp").unlink(), r"policy/data\.distcp is missing.*step-000001"),
-        (lambda f: (f / "policy/data.distcp").write_bytes(b"w"), r"data\.distcp has 1 bytes instead of 7.*step-000001"),
-        (lambda f: (f / "manifest.json").unlink(), r"manifest\.json cannot be read \(No such file.*step-000001"),
-        (lambda f: (f / "manifest.json").write_text('{"step": 1'), r"manifest\.json is not a manifest.*step-000001"),
-        (lambda f: (f / "manifest.json").write_text("[]"), r"manifest\.json is not a manifest.*step-000001"),
+        (lambda f: (f / "policy/data.distcp").unlink(), r"policy/data\.distcp is missing.*resume-from 1"),
+        (lambda f: (f / "policy/data.distcp").write_bytes(b"w"), r"distcp has 1 bytes instead of 7.*--resume-from 1"),
+        (lambda f: (f / "manifest.json").unlink(), r"manifest\.json cannot be read \(No such file.*resume-from 1"),
+        (lambda f: (f / "manifest.json").write_text('{"step": 1'), r"manifest\.json is not a manifest.*resume-from 1"),
+        (lambda f: (f / "manifest.json").write_text("[]"), r"manifest\.json is not a manifest.*resume-from 1"),
     ],
 )
 def test_damage_is_named_with_the_checkpoint_to_go_on_from(tmp_path, damage, message):

@@ -1,0 +1,79 @@
+"""Whether a configuration goes on with the run that lies in a directory, or would be another run under its name.
+
+What decides what is learned is compared: model, seed, order of prompts, algorithm, optimizer, rewards, sampling.
+Layout, engines, deadlines, logging, evaluation and the number of steps may change from one start to the next. The
+prompts themselves are compared by the controller, which has their fingerprint in its saved state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config, load_config
+
+from .run_dir import RunDirError
+
+COMPARED: dict[str, frozenset[str]] = {
+    "model": frozenset({"make_vocab_size_divisible_by"}),
+    "optimizer": frozenset({"max_skipped_steps"}),
+    "algorithm": frozenset({"preset", "max_tokens_per_microbatch"}),
+    "data": frozenset({"prompts", "eval_prompts"}),
+    "rollout": frozenset({"concurrency", "request_timeout_s", "step_timeout_s", "retries", "max_sample_rounds"}),
+    "reward": frozenset({"workers", "timeout_s"}),
+}
+"""Sections that must stay as they were, and their keys that need not."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How to go on with an earlier run.
+
+    Attributes:
+        checkpoint: finds the checkpoint to start from, None when there is none yet; called while the directory is held.
+        accept_changes: go on although the configuration decides otherwise than before.
+    """
+
+    checkpoint: Callable[[], Path | None]
+    accept_changes: bool = False
+
+
+def require_same_run(recorded: Path, cfg: Config, accept_changes: bool) -> list[str]:
+    """The changes since the configuration in the file `recorded`, if they are accepted.
+
+    Raises:
+        RunDirError: there are changes; the message lists each key with both values.
+    """
+    changes = changed_keys(load_config(recorded), cfg) if recorded.exists() else []
+    if changes and not accept_changes:
+        raise RunDirError(
+            f"{recorded} belongs to a run that decides otherwise: {'; '.join(changes)}. Resume with the values of that "
+            "run, add --accept-changes to go on with the new ones, or choose another run_dir"
+        )
+    return changes
+
+
+def changed_keys(before: Config, after: Config) -> list[str]:
+    """`section.key: value before -> value after` for every key that matters.
+
+    >>> from megatron_rl.config import validate
+    >>> run = {"run_dir": "r", "model": {"path": "m"}, "data": {"prompts": "p"}}
+    >>> run |= {"reward": {"components": [{"name": "x"}]}}
+    >>> changed_keys(validate(run), validate(run | {"steps": 7, "seed": 1, "optimizer": {"lr": 0.5}}))
+    ['seed: 0 -> 1', 'optimizer.lr: 1e-06 -> 0.5']
+    """
+    changes = [f"seed: {before.seed} -> {after.seed}"] if before.seed != after.seed else []
+    for section, free in COMPARED.items():
+        old, new = (_values(cfg, section) for cfg in (before, after))
+        changes += [
+            f"{section}.{key}: {old.get(key)} -> {new.get(key)}"
+            for key in old | new
+            if key not in free and old.get(key) != new.get(key)
+        ]
+    return changes
+
+
+def _values(cfg: Config, section: str) -> dict[str, Any]:
+    return dict(getattr(cfg, section).model_dump(mode="json"))
