@@ -1,13 +1,14 @@
-"""What can be checked of a run's inputs before any of its processes starts: prompts, tokenizer, verifiers.
+"""What can be checked of a run's inputs before any of its processes starts: prompts, tokenizer, verifiers, packages.
 
 Seconds on the login node instead of an error after hours in the queue. The configuration itself is checked in `config`.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.config import Config, HfConfig, check
+from megatron_rl.config import Config, ConfigError, HfConfig, check
 from megatron_rl.data import DataError, PromptDataset, check_targets
 from megatron_rl.policy import checkpoint
 from megatron_rl.rewards.registry import RewardError, load_verifier
@@ -21,12 +22,17 @@ def check_inputs(cfg: Config) -> HfConfig:
     """Read every prompt, tokenise it and measure it; load every verifier. Returns the model's facts.
 
     Raises:
-        ConfigError: a value that cannot run, with all others found.
+        ConfigError: a value that cannot run, with all others found; a package that it needs is not installed.
         DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, a supervised example longer
             than the model's context or a micro-batch, no chat template.
         RewardError: an unknown verifier, or one that cannot be called as the configuration says.
     """
     hf = check(cfg)
+    if cfg.logging.wandb and find_spec("wandb") is None:
+        raise ConfigError(
+            "logging.wandb=true needs the package wandb, which is not installed: run "
+            "`pip install 'megatron-rl[wandb]'`, or set logging.wandb=false"
+        )
     prompts = Prompts(cfg)
     if cfg.sft.data is not None:
         examples = PromptDataset.load(cfg.sft.data, require=("target",))
