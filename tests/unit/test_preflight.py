@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_rl.config import ConfigError
 from megatron_rl.data import DataError
 from megatron_rl.data.tiny_model import write_tiny_model
 from megatron_rl.preflight import check_inputs
@@ -44,3 +46,11 @@ def test_no_answer_is_asked_for_that_no_verifier_needs(tmp_path: Path, model: Pa
     file.write_text(json.dumps({"prompt": "2"}) + "\n")
     names = ("countdown_format", "tests.unit.rollout_hooks:even_count")
     check_inputs(config(tmp_path / "run", model, [], reward=reward(*names), data={"prompts": str(file)}))
+
+
+def test_a_missing_package_for_logging_is_found_before_anything_starts(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for a module that cannot be found
+    with pytest.raises(ConfigError, match=r"pip install 'megatron-rl\[wandb\]'"):
+        check_inputs(config(tmp_path / "run", model, [], logging={"wandb": True}))
