@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from megatron_rl.config import Config, dump
-from megatron_rl.files import write_atomic
 
 from .processes import EXIT_RESUMABLE, Role, start, stop
 from .resume import Resume, require_same_run
@@ -63,7 +62,7 @@ def run_local(cfg: Config, resume: Resume | None = None) -> int:
         if resume and checkpoint:
             for change in require_same_run(run.config, cfg, resume.accept_changes):
                 log.warning("going on with a change: %s", change)
-        write_atomic(run.config, dump(cfg))
+        run.write_config(dump(cfg))
         roles: list[Role] = []
         try:
             _start_all(cfg, run, checkpoint, roles, lock)

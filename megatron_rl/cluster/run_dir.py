@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_rl.files import write_atomic
+
 
 class RunDirError(RuntimeError):
     """The run directory cannot be used as asked; the message says what to do."""
@@ -69,11 +71,22 @@ class RunDir:
             raise RunDirError(
                 f"run_dir={self.path} holds an earlier run; add --resume to go on with it, or choose another"
             )
-        try:
+        with self._writable():
             for folder in (self.path, self.endpoints, self.weights, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             for stale in [*self.endpoints.glob("*.json"), self.path / "result.json"]:
                 stale.unlink(missing_ok=True)
+
+    def write_config(self, text: str) -> None:
+        """Replace `config.yaml`. Raises RunDirError when the directory cannot be written."""
+        with self._writable():
+            write_atomic(self.config, text)
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """Turns what the file system refuses into a RunDirError."""
+        try:
+            yield
         except OSError as error:
             raise RunDirError(f"run_dir={self.path} cannot be written: {error}; choose another run_dir") from error
 
@@ -85,19 +98,22 @@ class RunDir:
         before the last of them has ended, for which this waits up to `patience_s`.
 
         Raises:
-            RunDirError: naming the owner and since when it runs.
+            RunDirError: naming the owner and since when it runs; or the directory cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / ".lock", "a+") as handle:
+        with self._writable():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - what runs while it is open must not be translated
+        with lock as handle:
             deadline = time.monotonic() + patience_s
             while not _try_lock(handle):
                 owner = _owner(handle)
                 if not _is_gone(owner) or time.monotonic() > deadline:
                     raise RunDirError(f"run_dir={self.path} is in use by {_describe(owner)}; choose another run_dir")
                 time.sleep(0.05)
-            handle.truncate(0)
-            handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
-            handle.flush()
+            with self._writable():
+                handle.truncate(0)
+                handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+                handle.flush()
             yield handle.fileno()
 
 

@@ -84,6 +84,18 @@ def test_an_unwritable_run_directory_is_a_plain_error(tmp_path: Path) -> None:
         RunDir(tmp_path / "file" / "run").prepare(resume=False)
 
 
+def test_a_run_directory_below_a_file_or_that_is_one_is_a_plain_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunDirError, match="cannot be written: .*choose another run_dir"), RunDir(path).locked():
+            pass
+
+
+def test_an_error_while_the_directory_is_held_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), RunDir(tmp_path / "run").locked():
+        (tmp_path / "nothing").read_text()
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
