@@ -21,7 +21,7 @@ Options
   --seed N    model, prompts and training are derived from it (default 1)
   --steps N   reinforcement steps (default: `steps` in configs/quickstart.yaml)
   --out DIR   where everything goes (default: a new folder runs/quickstart-seed-N-TIME in the repository)
-  --resume    go on with the run in --out DIR from its newest checkpoint
+  --resume    go on with the run in --out DIR from its newest checkpoint, with the seed and the settings it had
   --dry-run   print the resolved configuration and the layout of the run; train nothing, leave nothing behind
   -h, --help  this text
 
@@ -38,6 +38,8 @@ Environment
   MEGATRON_RL_PYTHON        the Python 3.11 to use, when it is not found by itself
   MEGATRON_RL_TORCH_INDEX   where the CPU build of torch comes from, e.g. a mirror of https://download.pytorch.org/whl/cpu
 
+Ctrl-C ends the step at hand, saves and leaves with exit code 75; go on with --resume.
+
 Exit code: 0 when the run finished, 64 for a wrong argument, 10 to 17 when the set-up failed (the message says what to
 do; docs/troubleshooting.md lists them), else that of `megatron-rl train`.
 HELP
@@ -52,7 +54,7 @@ need_number() { # OPTION VALUE
   [[ "$2" =~ ^[0-9]+$ ]] || fail_usage "$1 takes a whole number, not '$2'"
 }
 
-seed=1
+seed=""
 out=""
 options=()
 overrides=()
@@ -97,20 +99,34 @@ done
 wants() { [[ " ${options[*]-} " == *" $1 "* ]]; }
 
 if wants --resume && [[ -z "$out" ]]; then fail_usage "--resume needs --out DIR, the folder of the run to go on with"; fi
-if wants --dry-run && [[ -z "$out" ]]; then
-  out="$(mktemp -d)"
-  trap 'rm -rf "$out"' EXIT
+if wants --resume && [[ ! -f "$out/config.yaml" ]]; then
+  fail_usage "--resume: $out holds no run (no config.yaml); leave --resume out to start one there"
+fi
+if ! wants --resume && ! wants --dry-run && [[ -n "$out" && -e "$out/metrics.jsonl" ]]; then
+  fail_usage "--out $out holds an earlier run; add --resume to go on with it, or name another folder"
 fi
 
 mrl_setup cpu
 
-out="${out:-$MRL_ROOT/runs/quickstart-seed-$seed-$(date +%Y%m%d-%H%M%S)}"
-mkdir -p "$out"
-out="$(cd "$out" && pwd -P)"
-if ! wants --resume; then
-  printf '%s\n' "[quickstart] making the model, its tokenizer and the prompts for seed $seed in $out/inputs" >&2
-  "$MRL_VENV/bin/python" "$MRL_ROOT/tools/make_quickstart.py" --out "$out/inputs" --seed "$seed"
+out="${out:-$MRL_ROOT/runs/quickstart-seed-${seed:-1}-$(date +%Y%m%d-%H%M%S)}"
+[[ "$out" == /* ]] || out="$PWD/$out"
+if wants --resume; then
+  # The run's own configuration, so that its seed, its steps and what was changed by hand hold on.
+  config="$out/config.yaml"
+else
+  config="$MRL_ROOT/configs/quickstart.yaml"
+  inputs="$out/inputs"
+  if wants --dry-run; then # a plan needs a model to measure, but DIR stays as it is
+    inputs="$(mktemp -d)"
+    trap 'rm -rf "$inputs"' EXIT
+  fi
+  seed="${seed:-1}"
+  printf '%s\n' "[quickstart] making the model, its tokenizer and the prompts for seed $seed in $inputs" >&2
+  "$MRL_VENV/bin/python" "$MRL_ROOT/tools/make_quickstart.py" --out "$inputs" --seed "$seed" >&2
+  overrides=("vars.inputs=$inputs" ${overrides[@]+"${overrides[@]}"})
 fi
-printf '%s\n' "[quickstart] training; everything goes to $out" >&2
-"$MRL_VENV/bin/megatron-rl" train "$MRL_ROOT/configs/quickstart.yaml" "seed=$seed" "run_dir=$out" \
+if ! wants --dry-run; then
+  printf '%s\n' "[quickstart] training; everything goes to $out; the first numbers come when all processes are up" >&2
+fi
+"$MRL_VENV/bin/megatron-rl" train "$config" "run_dir=$out" ${seed:+"seed=$seed"} \
   ${overrides[@]+"${overrides[@]}"} ${options[@]+"${options[@]}"}

@@ -28,6 +28,30 @@ def quickstart(clone: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def begun_run(clone: Path, tmp_path: Path, seed: int) -> Path:
+    """A run directory as it is once a run with this seed has begun."""
+    run = tmp_path / "a run"
+    maker = [
+        clone / ".venv/bin/python",
+        clone / "tools/make_quickstart.py",
+        "--out",
+        run / "inputs",
+        "--seed",
+        str(seed),
+    ]
+    subprocess.run(maker, check=True, timeout=120)
+    show = [
+        clone / ".venv/bin/megatron-rl",
+        "config",
+        clone / "configs/quickstart.yaml",
+        f"run_dir={run}",
+        f"seed={seed}",
+    ]
+    resolved = subprocess.run(show, check=True, capture_output=True, text=True, timeout=120)
+    (run / "config.yaml").write_text(resolved.stdout)
+    return run
+
+
 def test_a_fresh_clone_sets_itself_up_once_and_updates_in_place(tmp_path: Path) -> None:
     clone = tmp_path / "a clone with spaces"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True, timeout=120)
@@ -39,7 +63,9 @@ def test_a_fresh_clone_sets_itself_up_once_and_updates_in_place(tmp_path: Path) 
     status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, timeout=60)
     assert status.stdout == ""
 
-    assert "[setup]" not in quickstart(clone, "--dry-run")
+    assert "[setup]" not in quickstart(clone, "--dry-run", "--out", str(tmp_path / "planned"))
+    assert not (tmp_path / "planned").exists()
+    assert "\nseed: 7\n" in quickstart(clone, "--resume", "--dry-run", "--out", str(begun_run(clone, tmp_path, 7)))
 
     with (clone / "constraints-cpu.txt").open("a") as pins:
         pins.write("# changed\n")

@@ -66,6 +66,7 @@ def test_help_needs_no_set_up(checkout: Path, script: str) -> None:
         (["--faster"], "unknown option --faster"),
         (["30"], "an override has the form section.key=value"),
         (["--resume"], "--resume needs --out DIR"),
+        (["--resume", "--out", "nothing"], "nothing holds no run"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_any_set_up(checkout: Path, arguments: list[str], message: str) -> None:
@@ -73,6 +74,16 @@ def test_a_wrong_argument_is_refused_before_any_set_up(checkout: Path, arguments
     assert code == 64
     assert message in text
     assert not (checkout / ".venv").exists()
+
+
+def test_an_earlier_run_is_refused_before_its_inputs_are_made_again(checkout: Path) -> None:
+    earlier = checkout.parent / "an earlier run"
+    earlier.mkdir()
+    (earlier / "metrics.jsonl").touch()
+    code, text = run(checkout, "--out", str(earlier), "--seed", "7")
+    assert code == 64
+    assert f"--out {earlier} holds an earlier run; add --resume" in text
+    assert [path.name for path in earlier.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_python_of_another_version_is_named_and_refused(checkout: Path, tmp_path: Path) -> None:
