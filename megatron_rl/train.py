@@ -21,6 +21,7 @@ from typing import NoReturn
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.bring_up import EXPECTED_ERRORS, open_session
 from megatron_rl.cluster.processes import EXIT_RESUMABLE
+from megatron_rl.policy.distributed import peer_failure
 from megatron_rl.session import Session, StopRequested
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,12 @@ def main(argv: list[str] | None = None) -> None:
             code = train(session)
     except EXPECTED_ERRORS as error:
         log.error("%s", error)
+        code = 1
+    except RuntimeError as error:
+        explained = peer_failure(error)
+        if explained is None:
+            raise
+        log.error("%s", explained)
         code = 1
     sys.exit(code)
 

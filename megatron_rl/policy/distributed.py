@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,23 @@ def initialize(parallel_cfg: ParallelConfig, seed: int, timeout_s: float) -> Non
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def peer_failure(error: BaseException) -> str | None:
+    """In words, if `error` is a collective that another rank did not take part in; else None.
+
+    gloo raises a bare RuntimeError, so its text decides; NCCL has a class.
+    """
+    text = str(error)
+    if not isinstance(error, dist.DistBackendError) and "/gloo/" not in text:
+        return None
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "megatron_rl" in f.filename]
+    where = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "a collective"
+    reason = " ".join(text.split()).rpartition("] ")[2][:200]
+    return (
+        f"rank {os.environ.get('RANK')} was left alone in {where}: {reason}. Another trainer rank has ended or hangs: "
+        "look at the logs of the others, or raise cluster.collective_timeout_s if it was only slow"
+    )
 
 
 def _check_environment(parallel_cfg: ParallelConfig) -> None:
