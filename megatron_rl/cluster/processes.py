@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import IO
 
 PR_SET_PDEATHSIG = 1
+NEARLY_FULL = 16 * 2**20
+"""Free bytes below which a failure is put down to the disk as well; the log may have had no room for it."""
 EXIT_RESUMABLE = 75
 """EX_TEMPFAIL: the run saved itself and wants to be started again."""
 
@@ -28,8 +31,15 @@ class Role:
     log: Path
 
     def describe_exit(self) -> str:
-        """What its exit code means, and the end of its log."""
-        return f"{self.name}-{self.rank} {decode_exit(self.process.returncode)}; log {self.log}\n{tail(self.log)}"
+        """What its exit code means, and the end of its log; on a full disk, that the log may lack the reason."""
+        words = f"{self.name}-{self.rank} {decode_exit(self.process.returncode)}; log {self.log}\n{tail(self.log)}"
+        free = shutil.disk_usage(self.log.parent).free
+        if free < NEARLY_FULL:
+            words += (
+                f"\nonly {free / 2**20:.1f} MiB are free in {self.log.parent}, where the reason should stand; make room "
+                "there, or choose another run_dir"
+            )
+        return words
 
 
 def start(

@@ -87,7 +87,7 @@ def test_an_unwritable_run_directory_is_a_plain_error(tmp_path: Path) -> None:
 def test_a_run_directory_below_a_file_or_that_is_one_is_a_plain_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunDirError, match="cannot be written: .*choose another run_dir"), RunDir(path).locked():
+        with pytest.raises(RunDirError, match=r"cannot be written: .*choose another run_dir"), RunDir(path).locked():
             pass
 
 
@@ -148,3 +148,12 @@ def test_a_role_dies_with_the_launcher_however_that_dies(tmp_path: Path) -> None
     process.wait()
     process.stdout.close()
     wait_until(lambda: not alive(child))
+
+
+def test_a_failure_on_a_full_disk_names_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason may be missing from the log for want of room."""
+    role = start("trainer", 0, [sys.executable, "-c", "import sys; sys.exit(1)"], dict(os.environ), tmp_path / "log")
+    role.process.wait(20)
+    assert "MiB are free" not in role.describe_exit()
+    monkeypatch.setattr("megatron_rl.cluster.processes.NEARLY_FULL", 2**62)  # as if what is free here were too little
+    assert "MiB are free" in role.describe_exit()
