@@ -36,8 +36,8 @@ class Role:
         free = shutil.disk_usage(self.log.parent).free
         if free < NEARLY_FULL:
             words += (
-                f"\nonly {free / 2**20:.1f} MiB are free in {self.log.parent}, where the reason should stand; make room "
-                "there, or choose another run_dir"
+                f"\nonly {free / 2**20:.1f} MiB are free in {self.log.parent}, where the reason should stand; make "
+                "room there, or choose another run_dir"
             )
         return words
 
