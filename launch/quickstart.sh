@@ -38,7 +38,7 @@ Environment
   MEGATRON_RL_PYTHON        the Python 3.11 to use, when it is not found by itself
   MEGATRON_RL_TORCH_INDEX   where the CPU build of torch comes from, e.g. a mirror of https://download.pytorch.org/whl/cpu
 
-Ctrl-C ends the step at hand, saves and leaves with exit code 75; go on with --resume.
+Ctrl-C saves the run and leaves with exit code 75; go on with --resume.
 
 Exit code: 0 when the run finished, 64 for a wrong argument, 10 to 17 when the set-up failed (the message says what to
 do; docs/troubleshooting.md lists them), else that of `megatron-rl train`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 
 from megatron_rl.algorithms.losses import LOSSES, LossInputs, policy_loss
 from megatron_rl.algorithms.spec import LossSpec
-from megatron_rl.config import load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.data.records import parse_line
-from megatron_rl.rewards.registry import load_verifier
+from megatron_rl.rewards.registry import BUILT_IN, load_verifier
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -29,6 +31,28 @@ def blocks(page: str, language: str) -> list[str]:
 def test_the_configuration_example_is_valid(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(blocks("configuration.md", "yaml")[0])
     assert load_config(tmp_path / "mine.yaml").reward.components[0].name == "math"
+
+
+def test_the_configurations_that_are_shown_can_be_shown() -> None:
+    commands = re.findall(r"^megatron-rl config (configs/.*)$", (DOCS / "configuration.md").read_text("utf-8"), re.M)
+    assert len(commands) >= 2
+    for command in commands:
+        file, *overrides = shlex.split(command, comments=True)
+        load_config(ROOT / file, overrides)
+
+
+def test_the_keys_without_a_default_are_named() -> None:
+    first = (DOCS / "configuration.md").read_text("utf-8").partition("```")[0]
+    required = set(Config.model_json_schema()["required"])
+    assert required == {key.split(".")[0] for key in re.findall(r"`([a-z_.]+)`", first.partition("Unknown")[0])}
+
+
+def test_every_built_in_reward_is_described() -> None:
+    assert re.findall(r"^\| `(\w+)` \|", (DOCS / "add_a_reward.md").read_text("utf-8"), re.M) == [
+        "exact",
+        "math",
+        *sorted(BUILT_IN.keys() - {"exact", "math"}),
+    ]
 
 
 def test_the_prompt_lines_are_valid() -> None:
