@@ -15,7 +15,9 @@ from rich.text import Text
 from megatron_rl.config import Config, ConfigError, Plan, dump, load_config, make_plan
 
 app = typer.Typer(
-    help="Reinforcement-learning post-training of language models on Megatron-Core, with SGLang generation.",
+    help="Reinforcement learning of language models from verified rewards: "
+    "servers that speak SGLang's protocol generate, Megatron-Core trains.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,20 +35,28 @@ Overrides = Annotated[
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in run_dir.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in run_dir.")] = False,
     resume_from: Annotated[
         int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
     ] = None,
     accept_changes: Annotated[
-        bool, typer.Option(help="Go on although the configuration is not the one that the run had.")
+        bool,
+        typer.Option("--accept-changes", help="Go on although the configuration is not the one that the run had."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option(help="Check everything, print the plan, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the configuration and its inputs, print the plan, start nothing.")
+    ] = False,
 ) -> None:
     """Train: start engines, controller and trainer ranks on this machine and watch them to the end.
 
-    Example: megatron-rl train configs/quickstart.yaml run_dir=runs/first steps=20
+    Example: megatron-rl train my.yaml run_dir=runs/first steps=20
+
+    Ctrl-C (or TERM) saves the run and ends it.
+
+    Exit code: 0 complete, 1 a process failed, 2 the configuration cannot run, 75 ended by a signal (see --resume).
     """
     from megatron_rl.cluster.local import run_local
+    from megatron_rl.cluster.processes import EXIT_RESUMABLE
     from megatron_rl.cluster.resume import Resume
     from megatron_rl.preflight import check_inputs, checkpoint_to_resume
 
@@ -56,7 +66,10 @@ def train(
         _print_plan(cfg, make_plan(cfg, hf))
         return
     goes_on = Resume(lambda: checkpoint_to_resume(Path(cfg.run_dir), resume_from), accept_changes)
-    raise typer.Exit(run_local(cfg, goes_on if resume or resume_from is not None else None))
+    code = run_local(cfg, goes_on if resume or resume_from is not None else None)
+    if code == EXIT_RESUMABLE:
+        errors.print(f"ended by a signal; the same command with --resume goes on with {cfg.run_dir}")
+    raise typer.Exit(code)
 
 
 @app.command()

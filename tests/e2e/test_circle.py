@@ -177,6 +177,7 @@ def test_term_saves_the_run_and_ends_it_with_75(tmp_path: Path, inputs: Path) ->
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 75, (tmp_path / "output").read_text()
+    assert f"the same command with --resume goes on with {folder}" in (tmp_path / "output").read_text()
     saved = sorted(p.name for p in (folder / "checkpoints").iterdir())
     assert saved[0] == "step-000000"  # after the warm-up
     assert len(saved) == 2
