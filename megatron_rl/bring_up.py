@@ -77,7 +77,8 @@ def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Pat
     policy = Policy.build(cfg)
     controller = ControllerClient(cfg.run_dir, timeout_s=cfg.cluster.start_timeout_s)
     urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
-    engines = EngineControl(urls, timeout_s=cfg.engine.update_timeout_s)
+    patience = 0.0 if cfg.engine.urls else cfg.engine.ready_timeout_s  # those have no supervisor of ours
+    engines = EngineControl(urls, timeout_s=cfg.engine.update_timeout_s, patience_s=patience)
     return Session(cfg, policy, controller, engines, zero, recorder, resume_from)
 
 

@@ -90,15 +90,24 @@ def serve(
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory, when no --config is given.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 30000,
+    supervised: Annotated[
+        bool, typer.Option("--supervised/--unsupervised", help="With --config: start the engine again when it dies.")
+    ] = True,
 ) -> None:
     """Serve a model over SGLang's HTTP protocol."""
+    from megatron_rl.cluster.engine_supervisor import supervise_engine
     from megatron_rl.engines.serve import options_from_config, serve_embedded, standalone_options
+    from megatron_rl.monitor.logs import setup_logging
 
+    if config is not None and supervised:
+        cfg = load_config(config)
+        setup_logging("supervisor", replica, None, cfg.logging.level)  # stderr is the engine's log file
+        raise typer.Exit(supervise_engine(cfg, config, replica))
     if config is None and model is None:
         raise ConfigError("serve: give --model DIR, or --config of a run")
     try:
         if config is not None:
-            serve_embedded(options_from_config(load_config(config), replica))
+            serve_embedded(options_from_config(load_config(config), replica, port))
         elif model is not None:
             serve_embedded(standalone_options(model, host, port))
     except (ValueError, OSError) as error:

@@ -29,6 +29,7 @@ from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.pull import ControllerClient
 from megatron_rl.rollout.wire import RolloutTable
 from megatron_rl.step_metrics import batch_metrics, mean_of_updates, resident_gib
+from megatron_rl.weights.current import CurrentWeights, announce
 from megatron_rl.weights.version_dir import prune_versions, version_path, write_version
 
 log = logging.getLogger(__name__)
@@ -164,11 +165,17 @@ class Session:
         write_version(self.policy.chunks, self.hf, self.cfg.model.path, folder)
         self._on_zero(
             f"weights {folder.name} to the engines",
-            lambda: self._engines.update_from_disk(folder, version),
+            lambda: self._give_to_engines(folder, version),
             self.cfg.engine.update_timeout_s + 30,
         )
         if self._zero.is_zero:
-            prune_versions(self.run.weights, self.cfg.engine.keep_versions)
+            prune_versions(self.run.weights, self.cfg.engine.keep_versions, in_use=[version])
+
+    def _give_to_engines(self, folder: Path, version: int) -> None:
+        """Announced first: an engine that dies from here on comes back with the new weights."""
+        announce(self.run.weights, CurrentWeights(version, str(folder)))
+        checksum = self._engines.update_from_disk(folder, version)
+        announce(self.run.weights, CurrentWeights(version, str(folder), checksum))
 
     def record(self, metrics: StepMetrics, table: RolloutTable, results: Sequence[StepResult]) -> None:
         """Metrics of the batch and of its updates."""

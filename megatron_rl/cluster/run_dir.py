@@ -74,7 +74,7 @@ class RunDir:
         with self._writable():
             for folder in (self.path, self.endpoints, self.weights, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            for stale in [*self.endpoints.glob("*.json"), self.path / "result.json"]:
+            for stale in [*self.endpoints.glob("*.json"), self.weights / "current.json", self.path / "result.json"]:
                 stale.unlink(missing_ok=True)
 
     def write_config(self, text: str) -> None:

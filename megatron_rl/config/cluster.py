@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from .base import Seconds, Section
 
 
@@ -14,3 +16,7 @@ class ClusterConfig(Section):
     """Deadline for controller and engines to come up."""
     stop_timeout_s: Seconds = 30.0
     """Time given to a process to end by itself before it is killed."""
+    max_engine_restarts: int = Field(3, ge=0)
+    """How often an engine that died is started again within engine_restart_window_s before the run ends."""
+    engine_restart_window_s: Seconds = 3600.0
+    """Restarts longer ago do not count."""

@@ -16,6 +16,7 @@ from typing import Annotated, cast
 import typer
 
 from megatron_rl.config import Config
+from megatron_rl.weights.current import CurrentWeights, current
 
 from .embedded.options import Dtype, EmbeddedOptions
 
@@ -30,7 +31,7 @@ def serve_embedded(options: EmbeddedOptions) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     if not (Path(options.model) / "config.json").is_file():
         raise ValueError(f"model {options.model}: no config.json there; give a Hugging Face model directory")
-    with bind(options.host, options.port) as listener:
+    with bind(options.host, options.port, options.reserved_port) as listener:
         from .embedded.engine import run
 
         healthy = run(options, listener)
@@ -38,12 +39,21 @@ def serve_embedded(options: EmbeddedOptions) -> None:
         sys.exit(1)
 
 
-def options_from_config(cfg: Config, replica: int) -> EmbeddedOptions:
-    """The options of replica number `replica` of a run."""
+def options_from_config(cfg: Config, replica: int, port: int) -> EmbeddedOptions:
+    """The options of replica number `replica` of a run: with the weights that the run has published, if it has any.
+
+    `port` is reserved by the engine's supervisor.
+    """
     dtype = cfg.model.dtype if cfg.engine.dtype == "model" else cfg.engine.dtype
+    run_dir = Path(cfg.run_dir).absolute()
+    weights = current(run_dir / "weights") or CurrentWeights(0, cfg.model.path)
     return EmbeddedOptions(
-        model=cfg.model.path,
-        endpoint_file=str(Path(cfg.run_dir).absolute() / "endpoints" / f"engine-{replica}.json"),
+        model=weights.path,
+        port=port,
+        reserved_port=True,
+        weight_version=str(weights.version),
+        weights_checksum=weights.checksum,
+        endpoint_file=str(run_dir / "endpoints" / f"engine-{replica}.json"),
         dtype=dtype,
         max_running_requests=cfg.engine.max_running_requests,
         deterministic=cfg.deterministic,
@@ -57,12 +67,15 @@ def standalone_options(model: Path, host: str, port: int) -> EmbeddedOptions:
     return EmbeddedOptions(model=str(model), host=host, port=port)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; a busy port is an error before minutes of loading, and a free one is kept from others."""
+def bind(host: str, port: int, reserved: bool = False) -> socket.socket:
+    """A bound socket; a busy port is an error before minutes of loading, and a free one is kept from others.
+
+    `reserved`: another process of this user holds the port for this one, with SO_REUSEPORT and without listening.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; else small answers wait 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if reserved else socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -91,8 +104,8 @@ def _main(
     try:
         serve_embedded(
             EmbeddedOptions(
-                model, host, port, endpoint_file, chosen, max_running_requests, deterministic, api_key,
-                weight_version, context_length, seed, num_threads, kv_cache_gib,
+                model, host, port, False, endpoint_file, chosen, max_running_requests, deterministic, api_key,
+                weight_version, None, context_length, seed, num_threads, kv_cache_gib,
             )
         )  # fmt: skip
     except (ValueError, OSError) as error:

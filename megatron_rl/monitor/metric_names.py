@@ -46,7 +46,7 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("rollout/groups_dropped_fraction", "groups without a learning signal", "share", "groups generated"),
     MetricInfo("rollout/groups_generated", "groups generated to fill the batch", "groups", _ONE),
     MetricInfo("rollout/sample_rounds", "rounds of sampling until the batch was full", "rounds", _ONE),
-    MetricInfo("rollout/retries", "requests sent again after a transport error", "requests", _ONE),
+    MetricInfo("system/retries", "requests sent again after a transport error", "requests", _ONE),
     MetricInfo("rollout/epoch", "passes over the prompts so far", "epochs", _ONE),
     MetricInfo("policy/loss", "policy loss that was minimised", "loss", "as the loss is normalised"),
     MetricInfo("policy/entropy", "entropy over the whole vocabulary", "nats", _TOKENS),

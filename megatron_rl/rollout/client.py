@@ -13,19 +13,31 @@ from contextlib import suppress
 from types import TracebackType
 
 import aiohttp
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    stop_all,
+    wait_random_exponential,
+)
 
-from .protocol import EngineError, Generation, Prompt, SamplingSettings, generate_request, parse_generations
+from .protocol import (
+    EngineError,
+    Generation,
+    Prompt,
+    SamplingSettings,
+    TransportError,
+    generate_request,
+    parse_generations,
+)
 from .router import Gate, Router
 from .sample import group_of
 from .session import error_text, open_session
 
 log = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 5.0
-
-
-class TransportError(EngineError):
-    """The connection failed, or something in front of the engine said 502 or 503; the request may be sent again."""
 
 
 class EngineClient:
@@ -36,7 +48,8 @@ class EngineClient:
         vocab_size: token ids must be below it.
         concurrency: sequences in flight at once, over all replicas.
         request_timeout_s: deadline of one request, its retries included.
-        retries: further attempts after a transport error.
+        retries: further attempts after a transport error ...
+        patience_s: ... and as many more as fit into this time: an engine may be restarting.
         api_key: bearer token of the engines, if they want one.
     """
 
@@ -48,11 +61,13 @@ class EngineClient:
         concurrency: int = 512,
         request_timeout_s: float = 600.0,
         retries: int = 3,
+        patience_s: float = 0.0,
         api_key: str | None = None,
     ) -> None:
         self._router = Router([url.rstrip("/") for url in urls])
         self._gate = Gate(concurrency)
-        self._vocab_size, self._timeout_s, self._retries = vocab_size, request_timeout_s, retries
+        self._vocab_size, self._timeout_s = vocab_size, request_timeout_s
+        self._stop = stop_all(stop_after_attempt(retries + 1), stop_after_delay(patience_s))
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
         self.transport_errors = 0
@@ -103,8 +118,8 @@ class EngineClient:
     async def _send(self, groups: list[str], body: bytes, sequences: int) -> tuple[str, bytes]:
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(TransportError),
-            stop=stop_after_attempt(self._retries + 1),
-            wait=wait_random_exponential(multiplier=0.1, max=5.0),
+            stop=self._stop,
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
             before_sleep=_log_retry,
             reraise=True,
         )
@@ -147,4 +162,6 @@ class EngineClient:
 
 
 def _log_retry(state: RetryCallState) -> None:
+    if state.attempt_number & (state.attempt_number - 1):
+        return  # an engine that restarts is tried again many times: said for the attempts 1, 2, 4, 8, ...
     log.warning("%s; attempt %d follows", state.outcome and state.outcome.exception(), state.attempt_number + 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,10 +14,11 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
-from .protocol import EngineError, parse_version
+from .protocol import EngineError, TransportError, parse_version
 from .session import error_text, open_session
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 FLUSH_ATTEMPTS, FLUSH_PAUSE_S = 50, 0.1
 POLL_S = 0.2
 
@@ -27,25 +29,32 @@ class EngineControl:
     Args:
         urls: base URLs of all replicas.
         timeout_s: deadline of one call to this class, over all replicas and steps.
+        patience_s: how long a weight update waits for a replica that cannot be reached: it may be restarting.
         api_key: bearer token of the engines, if they want one.
 
     Raises (all methods):
         EngineError: naming every engine that failed, the step, and what it said.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, timeout_s: float = 600.0, patience_s: float = 0.0, api_key: str | None = None
+    ) -> None:
         self.urls = [url.rstrip("/") for url in urls]
-        self._timeout_s, self._api_key = timeout_s, api_key
+        self._timeout_s, self._patience_s, self._api_key = timeout_s, patience_s, api_key
 
-    def update_from_disk(self, path: str | Path, version: int) -> None:
+    def update_from_disk(self, path: str | Path, version: int) -> str | None:
         """Load the weights at `path` (a Hugging Face directory that the engines can read) as `version` everywhere.
 
         pause(retract) -> flush_cache -> update_weights_from_disk -> checksums equal -> continue -> /model_info says so.
         After a failure the engines stay paused: what they hold is not known.
+
+        Returns:
+            The checksum over all parameters of one engine, where engines report it.
         """
         try:
-            self._run(
-                f"weight update to version {version} from {path}", lambda calls: _update(calls, str(path), version)
+            return self._run(
+                f"weight update to version {version} from {path}",
+                lambda calls: _update_all(calls, str(path), version, self._patience_s),
             )
         except EngineError as error:
             raise EngineError(
@@ -116,12 +125,13 @@ class _Calls:
         self.step = path.removeprefix("/")
         self.waiting = set(self.urls)
         results = await asyncio.gather(*(call(url) for url in self.urls), return_exceptions=True)
-        failures = [str(r) for r in results if isinstance(r, EngineError)]
+        failures = [r for r in results if isinstance(r, EngineError)]
         unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, EngineError)]
         if unexpected:
             raise unexpected[0]
         if failures:
-            raise self.failure("; ".join(failures))
+            unreachable = any(isinstance(f, TransportError) for f in failures)
+            raise self.failure("; ".join(map(str, failures)), TransportError if unreachable else EngineError)
         return dict(zip(self.urls, results, strict=True))
 
     async def _request(self, method: str, url: str, path: str, body: dict[str, Any] | None) -> Any:
@@ -129,7 +139,9 @@ class _Calls:
             async with self._session.request(method, url + path, json=body) as response:
                 answer = await response.read()
         except aiohttp.ClientError as error:
-            raise EngineError(f"engine {url}: {type(error).__name__}: {error}") from error
+            raise TransportError(f"engine {url}: {type(error).__name__}: {error}") from error
+        if response.status in (502, 503):
+            raise TransportError(f"engine {url}: HTTP {response.status}: {error_text(answer)}")
         if response.status != 200:
             raise EngineError(f"engine {url}: HTTP {response.status}: {error_text(answer)}")
         self.waiting.discard(url)
@@ -141,22 +153,39 @@ class _Calls:
             raise EngineError(f"engine {url}: {value.get('message')}")
         return value
 
-    def failure(self, reason: str) -> EngineError:
+    def failure(self, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
         """An error of the present step."""
-        return EngineError(f"{self._what}: step {self.step} failed: {reason}")
+        return kind(f"{self._what}: step {self.step} failed: {reason}")
 
 
-async def _update(calls: _Calls, path: str, version: int) -> None:
+async def _update_all(calls: _Calls, path: str, version: int, patience_s: float) -> str | None:
+    """An engine that cannot be reached may be restarting: wait until all are ready, then begin again with all."""
+    give_up = asyncio.get_running_loop().time() + patience_s
+    while True:
+        try:
+            return await _update(calls, path, version)
+        except TransportError as error:
+            log.warning("%s; waiting up to %g s for it to come back", error, patience_s)
+            try:
+                async with asyncio.timeout_at(give_up):
+                    await _wait_ready(calls)
+            except TimeoutError:
+                raise error from None
+
+
+async def _update(calls: _Calls, path: str, version: int) -> str | None:
     await calls.post("/pause_generation", {"mode": "retract"})
     await _flush(calls)
     body = {"model_path": path, "flush_cache": True, "abort_all_requests": False, "weight_version": str(version)}
     await calls.post("/update_weights_from_disk", body)
-    _require_equal(calls, await _checksums(calls))
+    answers = await calls.post("/weights_checker", {"action": "checksum"})
+    _require_equal(calls, _by_rank(calls, answers))
     await calls.post("/continue_generation", {})
     for url, info in (await calls.get("/model_info")).items():
         if not isinstance(info, dict) or _version(info.get("weight_version")) != version:
             found = info.get("weight_version") if isinstance(info, dict) else info
             raise calls.failure(f"engine {url}: reports weight_version {found!r} after the update to {version}")
+    return next(iter(answers.values())).get("per_engine_checksum")
 
 
 def _version(label: Any) -> int | None:
@@ -171,6 +200,8 @@ async def _flush(calls: _Calls) -> None:
         try:
             await calls.post("/flush_cache", {})
             return
+        except TransportError:
+            raise
         except EngineError:
             if attempt == FLUSH_ATTEMPTS - 1:
                 raise
@@ -178,7 +209,10 @@ async def _flush(calls: _Calls) -> None:
 
 
 async def _checksums(calls: _Calls) -> dict[str, list[dict[str, str]]]:
-    answers = await calls.post("/weights_checker", {"action": "checksum"})
+    return _by_rank(calls, await calls.post("/weights_checker", {"action": "checksum"}))
+
+
+def _by_rank(calls: _Calls, answers: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
     try:
         return {url: [rank["checksums"] for rank in answer["ranks"]] for url, answer in answers.items()}
     except (KeyError, TypeError) as error:

@@ -120,7 +120,7 @@ class Controller:
         groups = self.scheduler.batch(step)
         if step not in self._tables:
             sources = [self._record(group.id).source for group in groups]
-            retries = {"rollout/retries": float(self._client.transport_errors)}
+            retries = {"system/retries": float(self._client.transport_errors)}
             self._tables = {step: RolloutTable.of(groups, sources, self.scheduler.metrics() | retries)}
             self._client.transport_errors = 0
         return self._tables[step]
@@ -200,6 +200,7 @@ async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
         concurrency=rollout.concurrency,
         request_timeout_s=rollout.request_timeout_s,
         retries=rollout.retries,
+        patience_s=0.0 if engine.urls else engine.ready_timeout_s,
     )
     async with client, RewardPool(cfg.reward) as verifiers:
         controller = Controller(cfg, prompts, client, verifiers)

@@ -24,6 +24,10 @@ class EngineError(RuntimeError):
     """An engine failed or refused. The message names its URL, what was asked, and what to do."""
 
 
+class TransportError(EngineError):
+    """The connection failed, or something in front of the engine said 502 or 503; the request may be sent again."""
+
+
 class ProtocolError(EngineError):
     """An engine's answer does not follow the protocol."""
 

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
+from megatron_rl.cluster.resume import require_same_run
 from megatron_rl.cluster.run_dir import RunDir, RunDirError
+from megatron_rl.config import Config, dump, validate
 
 
 def alive(pid: int) -> bool:
@@ -157,3 +159,57 @@ def test_a_failure_on_a_full_disk_names_the_disk(tmp_path: Path, monkeypatch: py
     assert "MiB are free" not in role.describe_exit()
     monkeypatch.setattr("megatron_rl.cluster.processes.NEARLY_FULL", 2**62)  # as if what is free here were too little
     assert "MiB are free" in role.describe_exit()
+
+
+def test_a_directory_stays_held_while_a_process_of_the_run_lives_on_after_its_launcher(tmp_path: Path) -> None:
+    launcher = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from megatron_rl.cluster.processes import start; from megatron_rl.cluster.run_dir import RunDir\n"
+        "lock = RunDir(sys.argv[1]).locked(); fd = lock.__enter__()\n"
+        "argv = [sys.executable, '-c', 'import signal; signal.pause()']\n"
+        "r = start('trainer', 0, argv, dict(os.environ), Path(sys.argv[2]), lock=fd, orphan_signal=signal.SIGCONT)\n"
+        "print(r.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    folder = tmp_path / "run"
+    argv = [sys.executable, "-c", launcher, str(folder), str(tmp_path / "log")]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=60)
+    survivor = int(done.stdout)
+    try:
+        with pytest.raises(RunDirError, match="processes that outlived their launcher"), RunDir(folder).locked(0.2):
+            pass
+        threading.Timer(0.3, os.kill, (survivor, signal.SIGKILL)).start()
+        with RunDir(folder).locked(20):
+            wait_until(lambda: not alive(survivor))
+    finally:
+        if alive(survivor):
+            os.kill(survivor, signal.SIGKILL)
+
+
+def configuration(**sections: object) -> Config:
+    values: dict[str, object] = {"run_dir": "r", "model": {"path": "m"}, "data": {"prompts": "p"}}
+    return validate({**values, "reward": {"components": [{"name": "x"}]}, **sections})
+
+
+def test_a_resumed_run_must_decide_as_before_and_the_message_names_every_change(tmp_path: Path) -> None:
+    recorded = tmp_path / "config.yaml"
+    recorded.write_text(dump(configuration()))
+    other = configuration(seed=4, rollout={"group_size": 2}, data={"prompts": "q", "shuffle": False})
+    with pytest.raises(RunDirError, match="--accept-changes") as refusal:
+        require_same_run(recorded, other, accept_changes=False)
+    changes = ["seed: 0 -> 4", "data.shuffle: True -> False", "rollout.group_size: 16 -> 2"]
+    assert "; ".join(changes) in str(refusal.value)
+    assert require_same_run(recorded, other, accept_changes=True) == changes
+
+
+def test_layout_deadlines_and_length_of_a_resumed_run_are_free(tmp_path: Path) -> None:
+    recorded = tmp_path / "config.yaml"
+    recorded.write_text(dump(configuration()))
+    changed = configuration(
+        steps=9,
+        parallel={"tensor_model_parallel_size": 2},
+        algorithm={"max_tokens_per_microbatch": 9},
+        rollout={"request_timeout_s": 5},
+        checkpoint={"every": 1},
+        cluster={"stop_timeout_s": 1},
+    )
+    assert require_same_run(recorded, changed, accept_changes=False) == []

@@ -27,7 +27,7 @@ from .protocol import Limits
 from .scheduler import Scheduler
 from .server import create_app
 from .service import Service
-from .weights import Weights, load_model
+from .weights import Weights, WeightsError, load_model, overall_checksum
 
 log = logging.getLogger(__name__)
 GRACE_S = 5
@@ -55,13 +55,15 @@ class Engine:
         self._options = options
         model = load_model(options.model, options.dtype)
         forward = ForwardPass(model)
+        weights = Weights(model)
+        _require_checksum(weights, options)
         limits = _limits(model, options)
         kind = FixedShapeDecoder if options.deterministic else Decoder
         decoder = kind(forward, options.max_running_requests, limits.context_length, _kv_budget(options))
         self.service = Service(limits, options.model, _tokenizer(options.model), options.seed)
         self.scheduler = Scheduler(
             decoder,
-            Weights(model),
+            weights,
             options.weight_version,
             options.max_running_requests,
             on_finish=self.service.finished,
@@ -145,6 +147,16 @@ def _url(listener: socket.socket) -> str:
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _require_checksum(weights: Weights, options: EmbeddedOptions) -> None:
+    """An engine that starts in mid-run must hold the bytes that the others hold."""
+    wanted = options.weights_checksum
+    if wanted is not None and (found := overall_checksum(weights.checksums())) != wanted:
+        raise WeightsError(
+            f"{options.model}: the checksum is {found[:16]}..., engines that loaded version {options.weight_version} "
+            f"reported {wanted[:16]}...; was the directory changed?"
+        )
 
 
 def _limits(model: Any, options: EmbeddedOptions) -> Limits:

@@ -21,6 +21,8 @@ class EmbeddedOptions:
     host: str = "127.0.0.1"
     port: int = 0
     """0 binds any free port; `endpoint_file` tells which."""
+    reserved_port: bool = False
+    """The port is held by a supervisor that does not listen; the server binds beside it."""
     endpoint_file: str | None = None
     """Where {"url", "pid", "model"} is published once the server answers; removed at exit."""
     dtype: Dtype = "auto"
@@ -33,6 +35,8 @@ class EmbeddedOptions:
     """Bearer token wanted on all but the health routes."""
     weight_version: str = "default"
     """Name of the weights the server starts with."""
+    weights_checksum: str | None = None
+    """What /weights_checker must report as per_engine_checksum of these weights; None = anything."""
     context_length: int | None = None
     """Prompt and response together; None = the model's max_position_embeddings."""
     seed: int | None = None

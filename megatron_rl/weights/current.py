@@ -1,0 +1,44 @@
+"""Which weights the engines serve: RUN/weights/current.json, for an engine that starts in mid-run. Loads no weights.
+
+The trainer writes it twice an update: before it tells the engines, so that one which restarts from then on loads the
+new weights by itself, and after all of them hold the same bytes, with their checksum. A version directory is a whole
+Hugging Face model, so nothing else is needed to bring an engine up to date.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_rl.files import write_atomic
+
+FILE_NAME = "current.json"
+
+
+@dataclass(frozen=True)
+class CurrentWeights:
+    """One published version.
+
+    Attributes:
+        version: its number, the label that engines report.
+        path: its Hugging Face directory.
+        checksum: of the engines that loaded it, None until they have; see `/weights_checker`, `per_engine_checksum`.
+    """
+
+    version: int
+    path: str
+    checksum: str | None = None
+
+
+def announce(weights_dir: Path, weights: CurrentWeights) -> None:
+    """Write the record, atomically. One writer: the trainer's rank 0."""
+    write_atomic(weights_dir / FILE_NAME, json.dumps(asdict(weights)))
+
+
+def current(weights_dir: Path) -> CurrentWeights | None:
+    """The record, None before the first version was published."""
+    try:
+        return CurrentWeights(**json.loads((weights_dir / FILE_NAME).read_text()))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,114 @@
+"""The supervisor of an engine, with small processes as engines: restarts, when it gives up, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cluster.engine_supervisor import reserved_port
+from megatron_rl.engines.serve import bind
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from megatron_rl.cluster.engine_supervisor import RestartLimit, supervise
+from megatron_rl.monitor.logs import setup_logging
+setup_logging("supervisor", 0, None, "INFO")
+argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+sys.exit(supervise(argv, Path(sys.argv[2]) / "endpoint", RestartLimit(2, 3600.0)))
+"""
+SERVES = """
+import os, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+with open(folder / "pids", "a") as file: print(os.getpid(), file=file)
+(folder / "endpoint").touch()
+time.sleep(600)
+"""
+FAILS = "import sys; sys.exit('no such model')"
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """The process ids of the first `count` engines, once they have started."""
+    deadline = time.monotonic() + 60
+    while True:
+        lines = (folder / "pids").read_text().split() if (folder / "pids").exists() else []
+        if len(lines) >= count:
+            return [int(line) for line in lines]
+        assert time.monotonic() < deadline, f"only {len(lines)} of {count} engines started"
+        time.sleep(0.02)
+
+
+def start(script: str, folder: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", SUPERVISOR, script, str(folder)]
+    return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_an_engine_that_dies_is_started_again_until_the_limit_is_reached(tmp_path: Path) -> None:
+    supervisor = start(SERVES, tmp_path)
+    for number in range(1, 4):
+        os.kill(pids(tmp_path, number)[-1], signal.SIGKILL)
+    _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 1
+    assert len(pids(tmp_path, 3)) == 3
+    assert said.count("starting it again") == 2
+    assert "restarted 2 times within 3600 s (cluster.max_engine_restarts)" in said
+
+
+def test_an_engine_that_never_served_is_not_started_again(tmp_path: Path) -> None:
+    supervisor = start(FAILS, tmp_path)
+    _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 1
+    assert said.count("no such model") == 1
+    assert "failed with exit code 1 before it served anything" in said
+
+
+def test_term_ends_the_engine_and_its_supervisor(tmp_path: Path) -> None:
+    supervisor = start(SERVES, tmp_path)
+    (engine,) = pids(tmp_path, 1)
+    supervisor.terminate()
+    supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 0
+    assert has_ended(engine)
+    assert pids(tmp_path, 1) == [engine]
+
+
+def test_an_engine_does_not_outlive_a_supervisor_that_was_killed(tmp_path: Path) -> None:
+    supervisor = start(SERVES, tmp_path)
+    (engine,) = pids(tmp_path, 1)
+    supervisor.kill()
+    supervisor.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while not has_ended(engine):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_reserved_port_is_for_the_engine_alone() -> None:
+    with reserved_port("127.0.0.1") as reservation:
+        port = reservation.getsockname()[1]
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+        for _ in range(2):  # the second time after the first has had a connection, as when an engine was killed
+            with bind("127.0.0.1", port, reserved=True) as listener:
+                listener.listen()
+                with socket.create_connection(("127.0.0.1", port), timeout=5), listener.accept()[0] as accepted:
+                    accepted.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
