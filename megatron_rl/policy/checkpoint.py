@@ -162,11 +162,29 @@ def verify(checkpoint: Path) -> Manifest:
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:
-    """What `complete` was given as `extra`, by name."""
+    """What `complete` was given as `extra`, by name.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
     extra: dict[str, Any] = {}
     for path in sorted((checkpoint / EXTRA).iterdir()):
-        extra[path.stem] = path.read_bytes() if path.suffix == ".bin" else json.loads(path.read_text())
+        try:
+            extra[path.stem] = path.read_bytes() if path.suffix == ".bin" else json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise unreadable(checkpoint, path, error) from error
     return extra
+
+
+def unreadable(checkpoint: Path, part: Path, error: Exception) -> CheckpointError:
+    """For a part that has the size it should have, but not the content."""
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    return CheckpointError(f"{part} cannot be read ({reason}): {_advice(checkpoint)}")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of its message, shortened."""
+    return str(error).strip().partition("\n")[0][:200] or "no reason given"
 
 
 def prune(run_dir: Path, keep_last: int, keep_best: bool) -> None:

@@ -24,8 +24,8 @@ from megatron_rl.algorithms.token_statistics import finalise_metrics
 from megatron_rl.config import Config, HfConfig, read_hf_config
 from megatron_rl.policy import checkpoint
 from megatron_rl.policy.batch import SequenceBatch
-from megatron_rl.policy.checkpoint import CheckpointError
-from megatron_rl.policy.distributed import device
+from megatron_rl.policy.checkpoint import CheckpointError, first_line
+from megatron_rl.policy.distributed import device, peer_failure
 from megatron_rl.policy.exchange import on_rank_zero
 from megatron_rl.policy.forward import LogProbHead, LossHead, Vocabulary, run_schedule, sum_gradients
 from megatron_rl.policy.microbatch import Plan
@@ -254,7 +254,16 @@ class Policy:
         """
         folder = checkpoint.temporary(run_dir, step)
         on_rank_zero(lambda: checkpoint.begin(run_dir, step), CheckpointError)
-        save_training_state(folder, self.chunks, self.optimizer, self.reference)
+        try:
+            save_training_state(folder, self.chunks, self.optimizer, self.reference)
+        except Exception as error:  # torch and Megatron raise whatever a full disk leads to
+            if peer_failure(error) is not None:
+                raise
+            logger.warning("writing %s failed", folder, exc_info=True)
+            raise CheckpointError(
+                f"{folder} cannot be written ({type(error).__name__}: {first_line(error)}); "
+                "make room, then go on with --resume"
+            ) from error
         parallel = self._cfg.parallel.model_dump()
         config_hash = hashlib.sha256(self._cfg.model_dump_json().encode()).hexdigest()
         kept = self._cfg.checkpoint
@@ -278,13 +287,22 @@ class Policy:
         on_rank_zero(lambda: self._check(checkpoint.verify(folder), folder), CheckpointError)
         if self._cfg.algorithm.kl_coef > 0 and self.reference is None:
             self._set_reference(ReferenceWeights(self.chunks))
-        has_reference = load_training_state(folder, self.chunks, self.optimizer, self.reference)
+        has_reference = self._load_state(folder)
         self._set_reference(self.reference if has_reference else None)
         self.set_learning_rate(self.learning_rate)
         on_rank_zero(
             lambda: checkpoint.discard_after(folder.parent.parent, checkpoint.step_of(folder)), CheckpointError
         )
         return checkpoint.read_extra(folder)
+
+    def _load_state(self, folder: Path) -> bool:
+        try:
+            return load_training_state(folder, self.chunks, self.optimizer, self.reference)
+        except Exception as error:  # torch and Megatron raise whatever damaged bytes lead to
+            if peer_failure(error) is not None:
+                raise
+            logger.warning("loading %s failed", folder, exc_info=True)
+            raise checkpoint.unreadable(folder, folder / "policy", error) from error
 
     def _check(self, manifest: checkpoint.Manifest, folder: Path) -> None:
         key = "use_distributed_optimizer"

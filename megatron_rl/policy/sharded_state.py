@@ -13,13 +13,15 @@ the distributed optimizer cannot be read without it, or the other way round.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_checkpoint
 
@@ -93,14 +95,26 @@ def _save(state: dict[str, Any], directory: Path) -> None:
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
-    dist_checkpointing.save(state | {"layout": _layout()}, str(directory), _synchronous_strategy())
+    with _plain_errors():
+        dist_checkpointing.save(state | {"layout": _layout()}, str(directory), _synchronous_strategy())
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+    with _plain_errors():
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     return loaded
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """torch's wrapper of what the ranks raised is a BaseException, which no `except Exception` catches: unwrap it."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise (failure if isinstance(failure, Exception) else RuntimeError(str(error))) from error
 
 
 def _synchronous_strategy() -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron_rl.algorithms.spec import LossSpec
+from megatron_rl.policy import checkpoint
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import DP2, PP2, TP2, layout, local_part, make_batch, make_config
 from tests.tiny import tiny_model
@@ -74,6 +77,8 @@ def write_all(paths: dict[bool, str], runs: str) -> dict[str, Any]:
         for reader, parallel in readers.items():
             if parallel:
                 found[f"{writer}->{reader}"] = read_checkpoint(paths, Path(runs), writer, parallel)
+    found["damaged"] = _damaged(paths, Path(runs))
+    found["full"] = _full(paths, Path(runs))
     found["wrong_optimizer"] = _wrong_optimizer(paths, Path(runs))
     distributed.shutdown()
     return found
@@ -136,6 +141,46 @@ def _wrong_optimizer(paths: dict[bool, str], runs: Path) -> str:
     return "no error"
 
 
+def _damaged(paths: dict[bool, str], runs: Path) -> str:
+    """What loading says of a checkpoint whose bytes were changed, all sizes being right."""
+    from megatron_rl.policy.checkpoint import CheckpointError
+    from megatron_rl.policy.policy import Policy
+
+    cfg = _config(paths, "tp2", TP2)
+    with layout(cfg):
+        folder = runs / "damaged" / "checkpoints" / "step-000001"
+        saved = Policy.build(cfg).save(runs / "damaged", 1, {}, metric=None)
+        if dist.get_rank() == 0:
+            for file in (folder / "policy").glob("*.distcp"):
+                file.write_bytes(b"\xff" * file.stat().st_size)
+        dist.barrier()
+        assert saved == folder
+        try:
+            Policy.build(cfg).load(folder)
+        except CheckpointError as error:
+            return str(error)
+    return "no error"
+
+
+def _full(paths: dict[bool, str], runs: Path) -> str:
+    """What saving says when files cannot grow beyond what fits: a limit of this process plays the full disk."""
+    from megatron_rl.policy.checkpoint import CheckpointError
+    from megatron_rl.policy.policy import Policy
+
+    cfg = _config(paths, "tp2", TP2)
+    with layout(cfg):
+        policy = Policy.build(cfg)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            policy.save(runs / "full", 1, {}, metric=None)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "no error"
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -169,6 +214,18 @@ def test_the_same_layout_repeats_the_run_to_the_last_bit(found, pair):
 def test_what_the_loop_gave_along_comes_back_on_every_rank(found):
     for rank in found:
         assert rank["tp2->pp2"]["extra"] == {"progress": {"step": BEFORE}, "controller": b"state"}
+
+
+def test_a_checkpoint_with_changed_bytes_is_damaged_on_every_rank(found):
+    for rank in found:
+        assert "step-000001/policy cannot be read" in rank["damaged"]
+        assert "the checkpoint is damaged" in rank["damaged"]
+
+
+def test_a_checkpoint_for_which_there_is_no_room_fails_on_every_rank_and_is_never_found(found, runs):
+    for rank in found:
+        assert ".tmp-step-000001 cannot be written" in rank["full"]
+    assert checkpoint.latest(runs / "full") is None
 
 
 def test_the_other_kind_of_optimizer_is_refused_naming_the_key(found):

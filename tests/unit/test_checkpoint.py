@@ -94,6 +94,15 @@ def test_damage_is_named_with_the_checkpoint_to_go_on_from(tmp_path, damage, mes
         checkpoint.verify(folder)
 
 
+def test_what_the_loop_gave_along_is_named_when_its_content_is_damaged(tmp_path):
+    folder = write(tmp_path, 2)
+    file = folder / "extra" / "progress.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=rf"{file.name} cannot be read \(UnicodeDecodeError.*damaged"):
+        checkpoint.read_extra(folder)
+
+
 def test_damage_of_the_only_checkpoint_says_to_start_again(tmp_path):
     folder = write(tmp_path, 2)
     (folder / "policy/data.distcp").unlink()
