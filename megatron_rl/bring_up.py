@@ -10,12 +10,16 @@ import torch.distributed as dist
 
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.run_dir import RunDir
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config, ConfigError, load_config
+from megatron_rl.data import DataError
 from megatron_rl.monitor.logs import setup_logging
+from megatron_rl.monitor.metrics_log import MetricsFileError
 from megatron_rl.monitor.recorder import Recorder
+from megatron_rl.monitor.report_data import ReportError
 from megatron_rl.policy import checkpoint, distributed
 from megatron_rl.policy.checkpoint import CheckpointError
 from megatron_rl.policy.distributed import DistributedError
+from megatron_rl.policy.model import ModelError
 from megatron_rl.policy.policy import Policy, PolicyError
 from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.dump import remove_dumps_from
@@ -29,12 +33,17 @@ from megatron_rl.weights.version_dir import discard_versions_after
 
 EXPECTED_ERRORS = (
     CheckpointError,
+    ConfigError,
     ControllerError,
+    DataError,
     DistributedError,
     EngineError,
+    MetricsFileError,
+    ModelError,
     LedgerError,
     PolicyError,
     RankZeroError,
+    ReportError,
     WeightsError,
 )
 """What may go wrong in a run without a fault in the code; the message is complete, a traceback would hide it."""
