@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from typing import Any
 
@@ -36,11 +37,14 @@ def raise_open_file_limit() -> None:
 
 
 def error_text(body: bytes) -> str:
-    """What an error body says: in `error.message`, `message` or `detail` of a JSON object, else its text."""
+    """What an error body says, on one line: `error.message`, `message` or `detail` of a JSON object, else its text.
+
+    Tags are left out: what answers may be a web server or a proxy instead of an engine.
+    """
     try:
         value: Any = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return body.decode(errors="replace")[:500]
+        return " ".join(re.sub(r"<[^<>]*>", " ", body.decode(errors="replace")).split())[:500]
     while isinstance(value, dict):
         value = next((value[k] for k in ("error", "message", "detail") if k in value), str(value))
     return str(value)[:500]

@@ -16,7 +16,7 @@ from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.protocol import EngineError, GenerationAborted, Prompt, ProtocolError, SamplingSettings
 from megatron_rl.rollout.router import Gate, Router
 from megatron_rl.rollout.sample import sample_name
-from megatron_rl.rollout.session import raise_open_file_limit
+from megatron_rl.rollout.session import error_text, raise_open_file_limit
 from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, resets, says, says_text
 
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=4, stop_token_ids=(2,))
@@ -382,3 +382,8 @@ def test_an_engine_that_is_gone_is_named():
     url = asyncio.run(gone())
     with pytest.raises(EngineError, match=url):
         EngineControl([url]).update_from_disk("/weights", 1)
+
+
+def test_a_page_of_a_web_server_becomes_one_line_without_tags():
+    page = b"<html>\n <head><title>Error</title></head>\n <body><h1>Error response</h1>\n<p>code: 501</p></body></html>"
+    assert error_text(page) == "Error Error response code: 501"
