@@ -17,7 +17,7 @@ BASE = [
     "markupsafe>=3.0.4",
     "math-verify>=0.9.0",
     "megatron-core>=0.16.1",
-    "numpy>=2.4.6",
+    "numpy>=2.3.5",
     "omegaconf>=2.4.0",
     "orjson>=3.13.0",
     "plotly>=7.1.0",
@@ -30,10 +30,9 @@ BASE = [
     "sympy>=1.14.0",
     "tenacity>=9.2.1",
     "tensorboard>=2.21.0",
-    "tokenizers>=0.23.3",
+    "tokenizers>=0.23.2",
     "torch>=2.13.0",
     "tqdm>=4.70.1",
-    "transformers>=5.24.0",
     "typer>=0.29.2",
 ]
 
@@ -42,6 +41,7 @@ EXTRAS = {
         # the embedded generation server: transformers behind SGLang's HTTP contract
         "fastapi>=0.165.0",
         "starlette>=1.10.0",
+        "transformers>=5.24.0",  # not in BASE: SGLang pins an older one
         "uvicorn>=0.54.0",
         # the pretrained example, whose weights come as a GGUF file (tools/fetch_smollm2.py)
         "accelerate>=1.15.0",
@@ -50,7 +50,8 @@ EXTRAS = {
     # Transformer Engine and NVIDIA's Apex come with the NGC image. The `apex` on PyPI is another project: never list it.
     "gpu": ["triton>=3.4"],
     "mpi": ["mpi4py>=4.1"],
-    # The engine lives in a virtual environment of its own; this extra only records the version that the contract names.
+    # The version that the contract names. It pins many of its own needs exactly, so that `cpu` does not fit beside it,
+    # and BASE must leave it room; it lives in a virtual environment of its own.
     "sglang": ["sglang==0.5.23"],
     "wandb": ["wandb>=0.31.0"],
     "dev": [
