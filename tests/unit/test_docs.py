@@ -41,6 +41,20 @@ def test_the_configurations_that_are_shown_can_be_shown() -> None:
         load_config(ROOT / file, overrides)
 
 
+def test_every_file_that_a_page_names_is_there() -> None:
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    yours = {"megatron_rl/algorithms/losses/mine.py", "megatron_rl/weights/families/NAME.py"}
+    named = {
+        path
+        for page in pages
+        for path in re.findall(
+            r"[`(./ ]((?:megatron_rl|tests|tools|configs|launch)/[\w/]+\.(?:py|sh|yaml))\b", page.read_text("utf-8")
+        )
+    }
+    assert len(named) > 15
+    assert [path for path in sorted(named - yours) if not (ROOT / path).is_file()] == []
+
+
 def test_the_keys_without_a_default_are_named() -> None:
     first = (DOCS / "configuration.md").read_text("utf-8").partition("```")[0]
     required = set(Config.model_json_schema()["required"])
