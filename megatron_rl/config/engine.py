@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .base import Seconds, Section
 
@@ -28,3 +29,21 @@ class EngineConfig(Section):
     """Deadline of one weight update over all servers."""
     keep_versions: int = Field(2, ge=1)
     """Weight version directories kept on disk."""
+
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, urls: list[str]) -> list[str]:
+        wrong = [url for url in urls if not _is_address(url)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is not the address of a server; write it as http://HOST:PORT")
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError(f"{urls}: every server may stand once; remove the doubled one")
+        return urls
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or the brackets of an IPv6 address do not match
+        return False

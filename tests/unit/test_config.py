@@ -346,3 +346,16 @@ def test_a_quantised_model_is_refused(values: dict[str, Any]) -> None:
     file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
     with pytest.raises(ConfigError, match="holds w as I8; only F64, F32, BF16, F16 can be trained"):
         check(validate(values))
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense", "", "localhost:30000", "http://", "ftp://h:1", "http://h:port", "http://[:1"]
+)
+def test_what_is_no_address_of_a_server_is_refused(values: dict[str, Any], url: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"engine.urls: {url!r} is not the address of a server")):
+        validate(put(values, engine__urls=["http://127.0.0.1:30000", url]))
+
+
+def test_a_server_that_stands_twice_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="every server may stand once"):
+        validate(put(values, engine__urls=["http://h:1", "http://h:1/"]))
