@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from .base import ConfigError
@@ -29,9 +29,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     merged = _merge(_read(Path(path), ()), _parse_overrides(overrides), "the overrides")
     try:
         values = OmegaConf.to_container(merged, resolve=True)
+    except InterpolationKeyError as error:
+        raise ConfigError(f"{path}: {_unresolved(error)}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {error}") from error
     return validate(values)
+
+
+def _unresolved(error: InterpolationKeyError) -> str:
+    """Which value refers to what is not there; OmegaConf names the latter in its message only."""
+    missing = str(error.msg).partition("'")[2].rpartition("'")[0]
+    return (
+        f"{error.full_key} refers to ${{{missing}}}, which is not given; add it to the file or as {missing}=... "
+        "on the command line"
+    )
 
 
 def validate(values: Any) -> Config:

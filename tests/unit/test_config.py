@@ -359,3 +359,13 @@ def test_what_is_no_address_of_a_server_is_refused(values: dict[str, Any], url: 
 def test_a_server_that_stands_twice_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="every server may stand once"):
         validate(put(values, engine__urls=["http://h:1", "http://h:1/"]))
+
+
+def test_a_reference_to_a_missing_value_names_both_and_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("name: a\nmodel: {path: '${run_dir}/model'}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "run.yaml")
+    assert str(error.value) == (
+        f"{tmp_path}/run.yaml: model.path refers to ${{run_dir}}, which is not given; "
+        "add it to the file or as run_dir=... on the command line"
+    )
