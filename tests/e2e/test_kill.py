@@ -1,0 +1,193 @@
+"""Whatever dies, nothing is lost: a run that was killed and resumed ends with the books and numbers of one that ran on.
+
+Deterministic mode: every metric outside time/ and system/ must be equal to the last digit, and so must the ledger.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.audit import audit_run
+
+from .live import LiveRun, exact_metrics, rows
+from .runs import make_inputs, train
+
+pytestmark = pytest.mark.e2e
+TINY = (
+    "deterministic=true",
+    "sft.max_steps=20",
+    "sft.batch_size=16",
+    "sft.lr=2e-3",
+    "sft.stop_value=null",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.dynamic_sampling=off",
+    "engine.max_running_requests=16",
+    "eval.prompts=8",
+    "eval.every=3",
+    "checkpoint.every=2",
+    "cluster.stop_timeout_s=5",
+    "algorithm.preset=grpo",  # with a reference model
+    "reward.components=[{name: sorting, correctness: true}, {name: sorting_format}]",
+)
+REFILL = (
+    *TINY,
+    "rollout.dynamic_sampling=refill",
+    "rollout.oversample=1.5",
+    'reward.components=[{name: "tests.unit.rollout_hooks:even_count", correctness: true}, {name: sorting_format}]',
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=8, eval_prompts=8, sft_prompts=64)
+
+
+def uninterrupted(folder: Path, inputs: Path, *words: str) -> Path:
+    finished = train(folder, inputs, *words)
+    assert finished.code == 0, finished.output
+    return folder
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    """Metrics, ledger and dumps are those of the run that nothing happened to, and no prompt is lost or doubled."""
+    assert exact_metrics(folder) == exact_metrics(expected)
+    assert (folder / "ledger.jsonl").read_text() == (expected / "ledger.jsonl").read_text()
+    for kind in ("rollouts", "eval"):
+        names = [sorted(path.name for path in (run / kind).iterdir()) for run in (folder, expected)]
+        assert names[0] == names[1]
+    assert audit_run(folder).problems == []
+
+
+def test_term_in_the_warm_up_a_dead_engine_and_a_dead_controller_change_nothing(tmp_path: Path, inputs: Path) -> None:
+    words = ("steps=4", *TINY)
+    expected = uninterrupted(tmp_path / "whole", inputs, *words)
+    folder = tmp_path / "killed"
+    with LiveRun(folder, inputs, *words) as run:
+        run.wait_until("the warm-up", lambda: len(rows(folder)) >= 3)
+        run.send(signal.SIGTERM, "launcher")
+        assert run.end() == 75, run.output
+    with LiveRun(folder, inputs, *words, "--resume") as run:
+        run.wait_for_step(1)
+        run.send(signal.SIGKILL, "engine")
+        run.wait_for_step(3)
+        run.send(signal.SIGKILL, "controller")
+        assert run.end() == 1, run.output
+        assert "controller-0 was ended by SIGKILL" in run.output
+    assert "starting it again" in (folder / "logs" / "engine-0.log").read_text()
+    resumed = train(folder, inputs, *words, "--resume")
+    assert resumed.code == 0, resumed.output
+    assert_same_run(folder, expected)
+    # Eight prompts, four a step: the run crossed the end of an epoch, and each prompt was trained on once in either.
+    whole = {"trained": 8, "filtered": 0, "rejected": 0, "pending": 0}
+    assert audit_run(folder).epochs == [whole, whole]
+
+
+def wait_for_save(run: LiveRun) -> None:
+    run.wait_until("a save", lambda: any((run.folder / "checkpoints").glob(".tmp-step-*/policy/*")))
+
+
+def a_moment(dice: random.Random) -> Callable[[LiveRun], None]:
+    delay = dice.uniform(0.0, 0.8)
+    return lambda run: time.sleep(delay)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_six_times_is_the_run_that_was_not(tmp_path: Path, inputs: Path) -> None:
+    """Twelve steps with groups that are filtered and sampled ahead, over several epochs of eight prompts."""
+    words, folder, dice = ("steps=12", *REFILL), tmp_path / "killed", random.Random(20)
+    expected = uninterrupted(tmp_path / "whole", inputs, *words)
+    kills: list[tuple[str, int, Callable[[LiveRun], None], str]] = [
+        ("trainer", 0, a_moment(dice), "trainer"),
+        ("controller", 0, a_moment(dice), "controller-0 was ended by SIGKILL"),
+        ("trainer", 0, wait_for_save, "trainer"),
+        ("trainer", 1, a_moment(dice), "trainer"),
+        ("launcher", 0, a_moment(dice), ""),
+        ("supervisor", 0, a_moment(dice), "engine-0 was ended by SIGKILL"),
+    ]
+    for number, (role, rank, moment, message) in enumerate(kills):
+        with LiveRun(folder, inputs, *words, "--resume") as run:
+            run.wait_for_step(2 * number - dice.randrange(2) if number else 1)
+            moment(run)
+            run.send(signal.SIGKILL, role, rank)
+            assert run.end() == (-9 if role == "launcher" else 1), run.output
+            assert message in run.output
+    resumed = train(folder, inputs, *words, "--resume")
+    assert resumed.code == 0, resumed.output
+    assert_same_run(folder, expected)
+    assert len(audit_run(folder).epochs) >= 6
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_at_any_time_is_the_run_that_was_not(tmp_path: Path, inputs: Path) -> None:
+    """TERM to the launcher while ranks start, while rollouts are awaited (the engine stands still), and in mid-step."""
+    words, folder, dice = ("steps=7", *REFILL, "checkpoint.every=0"), tmp_path / "stopped", random.Random(21)
+    expected = uninterrupted(tmp_path / "whole", inputs, *words)
+    with LiveRun(folder, inputs, *words) as run:
+        run.pid("trainer", 1)
+        time.sleep(dice.uniform(0.0, 4.0))
+        run.send(signal.SIGTERM, "launcher")
+        assert run.end() == 75, run.output
+    with LiveRun(folder, inputs, *words, "--resume") as run:
+        run.wait_for_step(2)
+        run.send(signal.SIGSTOP, "engine")
+        time.sleep(2.0)
+        run.send(signal.SIGTERM, "launcher")
+        run.wait_until("a checkpoint", lambda: any((folder / "checkpoints").glob("step-00000[23]")))
+        assert run.end() == 75, run.output
+    with LiveRun(folder, inputs, *words, "--resume") as run:
+        run.wait_for_step(4)
+        time.sleep(dice.uniform(0.0, 0.8))
+        run.send(signal.SIGTERM, "launcher")
+        assert run.end() == 75, run.output
+    resumed = train(folder, inputs, *words, "--resume")
+    assert resumed.code == 0, resumed.output
+    assert_same_run(folder, expected)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_too_often_ends_the_run_which_names_it(tmp_path: Path, inputs: Path) -> None:
+    folder = tmp_path / "run"
+    with LiveRun(folder, inputs, "steps=9", *TINY, "cluster.max_engine_restarts=0") as run:
+        run.wait_for_step(1)
+        run.send(signal.SIGKILL, "engine")
+        assert run.end() == 1
+        assert f"error: engine-0 failed with exit code 1; log {folder}/logs/engine-0.log" in run.output
+        assert "the engine was ended by SIGKILL" in run.output
+        assert "cluster.max_engine_restarts" in run.output
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_the_earlier_run_is_refused_and_an_older_checkpoint_can_be_chosen(
+    tmp_path: Path, inputs: Path
+) -> None:
+    folder, words = uninterrupted(tmp_path / "run", inputs, "steps=4", *TINY), ("steps=4", *TINY)
+    before = exact_metrics(folder)
+
+    def refused(*more: str) -> str:
+        answer = train(folder, inputs, *words, "--resume", *more)
+        assert answer.code == 1
+        assert "Traceback" not in answer.output
+        assert exact_metrics(folder) == before
+        return answer.output
+
+    assert "optimizer.lr: 0.0003 -> 0.5" in refused("optimizer.lr=0.5")
+    other = make_inputs(tmp_path / "other", seed=2, prompts=8, eval_prompts=8, sft_prompts=64)
+    assert "belongs to other prompts or another order" in refused(f"data.prompts={other}/train.jsonl")
+    damaged = next((folder / "checkpoints" / "step-000004" / "policy").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    answer = refused()
+    assert str(damaged) in answer
+    assert "--resume-from 2" in answer
+    assert "no checkpoint of step 3; it has those of: 2, 4" in refused("--resume-from=3")
+    resumed = train(folder, inputs, *words, "--resume-from", "2")
+    assert resumed.code == 0, resumed.output
+    assert exact_metrics(folder) == before
+    shutil.rmtree(folder)
