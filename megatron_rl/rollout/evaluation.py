@@ -91,7 +91,7 @@ class Evaluator:
                 self._fail(job, f"not finished within {self._cfg.rollout.step_timeout_s:g} s (rollout.step_timeout_s)")
             except Exception as error:
                 log.exception("%s failed", job.id)
-                self._fail(job, str(error))
+                self._fail(job, str(_first(error)))
 
     @staticmethod
     def _fail(job: EvalJob, message: str) -> None:
@@ -138,6 +138,13 @@ class Evaluator:
         )
         await fill(groups, self._client, settings)
         await asyncio.gather(*(judge(g, self._dataset[g.id], self._tokenizer, self._verifiers) for g in groups))
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: a task group says only how many errors it holds."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def summarise(groups: list[Group], ks: list[int], seed: int) -> dict[str, float]:

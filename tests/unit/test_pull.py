@@ -18,7 +18,7 @@ from megatron_rl.rollout.endpoint import Endpoint, controller_file, engine_urls,
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from tests.tiny import tiny_tokenizer
 from tests.unit.fake_sglang import FakeEngine, says
-from tests.unit.rollout_rig import config, running_controller
+from tests.unit.rollout_rig import config, running_controller, write_prompts
 
 VOCABULARY = 64
 
@@ -122,6 +122,18 @@ def test_an_engine_that_refuses_fails_the_step_with_its_own_words(tmp_path, mode
                 client.wait_ready(0, timeout_s=20)
     assert "step 0: the controller failed" in str(caught.value)
     assert f"engine {url}: /generate refused with HTTP 400: The input is longer" in str(caught.value)
+
+
+def test_what_an_engine_says_against_an_evaluation_reaches_the_trainer(tmp_path, model):
+    engine = FakeEngine()
+    engine.always = says(400, {"error": {"message": "The input is longer than the context"}})
+    with running(engine) as url:
+        data = {"eval_prompts": str(write_prompts(tmp_path / "eval.jsonl", 3, stem="e"))}
+        cfg = config(tmp_path, model, [url], reward=SORTING, rollout=SMALL, data=data)
+        with running_controller(cfg), ControllerClient(tmp_path) as client:
+            with pytest.raises(ControllerError) as caught:
+                client.evaluate(step=0, prompts=3)
+    assert f"evaluation at step 0: engine {url}: /generate refused with HTTP 400: The input is" in str(caught.value)
 
 
 def test_a_verifier_that_fails_fails_the_step_when_asked_to(tmp_path, model):
