@@ -43,6 +43,7 @@ class HealthMonitor:
         self._streak = {rule.name: 0 for rule in rules}
         self._speaking: dict[str, Rule] = {}
         self._spikes = _Spikes("optimizer/grad_norm")
+        self._idle = False
 
     def observe(self, step: int, metrics: Mapping[str, MetricValue]) -> list[str]:
         """Take in one step; metrics that are missing or None count as not measured. Returns the lines now due."""
@@ -51,7 +52,20 @@ class HealthMonitor:
             if value is not None:
                 self._trends.setdefault(name, Trend(self._baseline_steps, self._smoothing)).add(value)
         lines = [line for rule in self._rules if metrics.get(rule.metric) is not None for line in self._ask(rule)]
-        return lines + self._spikes.observe(step, metrics)
+        return lines + self._spikes.observe(step, metrics) + self._nothing_trained(step, metrics)
+
+    def _nothing_trained(self, step: int, metrics: Mapping[str, MetricValue]) -> list[str]:
+        """Told at once, and once for each row of such steps: it is a fact, not a trend."""
+        tokens = metrics.get("policy/tokens")
+        if tokens is None:
+            return []
+        before, self._idle = self._idle, tokens == 0
+        if before or not self._idle:
+            return []
+        return [
+            f"WARNING nothing trained: no token of step {step} was trained on, every sample is masked: by "
+            "rollout.overlong_filter, by rollout.dynamic_sampling=mask, or because its verifier failed"
+        ]
 
     def _ask(self, rule: Rule) -> list[str]:
         trend = self._trends[rule.metric]

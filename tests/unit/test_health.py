@@ -121,3 +121,10 @@ def test_every_key_that_a_message_names_exists_in_the_configuration() -> None:
     for rule in (*RULES, *CLIP_RULES):
         for section, key in re.findall(r"\b(algorithm|optimizer|rollout|engine|model|data)\.(\w+)", rule.message):
             assert key in Config.model_fields[section].annotation.model_fields, f"{rule.name}: {section}.{key}"
+
+
+def test_a_step_that_trains_on_nothing_is_told_at_once_and_once() -> None:
+    rows: list[dict[str, float | None]] = [{"policy/tokens": n} for n in (9.0, 0.0, 0.0, 5.0, 0.0)]
+    lines = observe(rows)
+    assert [step for step, _ in lines] == [2, 5]
+    assert all("WARNING nothing trained: no token of step" in line for _, line in lines)
