@@ -41,6 +41,7 @@ REFILL = (
     *TINY,
     "rollout.dynamic_sampling=refill",
     "rollout.oversample=1.5",
+    "reward.workers=1",
     'reward.components=[{name: "tests.unit.rollout_hooks:even_count", correctness: true}, {name: sorting_format}]',
 )
 

@@ -67,6 +67,10 @@ class FakeEngine:
         self.closing.set()
         await self._runner.cleanup()
 
+    def recover(self) -> None:
+        """From now on every control call succeeds."""
+        self._control = {}
+
     def paths(self) -> list[str]:
         return [path for path, _ in self.requests]
 

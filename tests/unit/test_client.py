@@ -384,6 +384,30 @@ def test_an_engine_that_is_gone_is_named():
         EngineControl([url]).update_from_disk("/weights", 1)
 
 
+def test_a_request_is_sent_again_until_the_patience_ends_however_few_retries_are_left():
+    generations, engine = generate_from(*[says(503)] * 4, retries=1, patience_s=60.0)
+    assert [g.tokens.tolist() for g in generations] == [[5, 2], [5, 2]]
+    assert engine.paths().count("/generate") == 5
+
+
+def test_an_update_begins_again_with_all_replicas_when_one_was_away():
+    async def run() -> tuple[list[str], list[str], str | None]:
+        engine, other = FakeEngine(control={"/flush_cache": (503, {})}), FakeEngine()
+        async with engine, other:
+            control = EngineControl([engine.url, other.url], patience_s=60.0)
+            update = asyncio.create_task(asyncio.to_thread(control.update_from_disk, "/weights/v000003", 3))
+            while "/ready" not in engine.paths():  # it has noticed
+                await asyncio.sleep(0.01)
+            engine.recover()
+            await update
+            return engine.paths(), other.paths(), engine.loaded
+
+    paths, others, loaded = asyncio.run(run())
+    assert loaded == "3"
+    assert paths[:2] == others[:2] == STEPS[:2]
+    assert paths[-len(STEPS) :] == others[-len(STEPS) :] == STEPS
+
+
 def test_a_page_of_a_web_server_becomes_one_line_without_tags():
     page = b"<html>\n <head><title>Error</title></head>\n <body><h1>Error response</h1>\n<p>code: 501</p></body></html>"
     assert error_text(page) == "Error Error response code: 501"

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.engines.embedded.engine import Engine
 from megatron_rl.engines.embedded.options import EmbeddedOptions
-from megatron_rl.engines.serve import bind, serve_embedded
+from megatron_rl.engines.embedded.weights import Weights, WeightsError, load_model, overall_checksum
+from megatron_rl.engines.serve import bind, options_from_config, serve_embedded
+from megatron_rl.weights.current import CurrentWeights, announce
+from tests.tiny import tiny_model
+from tests.unit.rollout_rig import config
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,24 @@ from megatron_rl.engines.serve import bind, serve_embedded
 def test_a_value_out_of_range_names_its_key(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         EmbeddedOptions(model="somewhere", **{name: value})
+
+
+def test_a_run_with_published_weights_starts_its_engine_with_them_and_their_checksum(tmp_path: Path) -> None:
+    cfg = config(tmp_path, tmp_path / "base", [])
+    first = options_from_config(cfg, replica=1, port=7)
+    assert (first.model, first.weight_version, first.weights_checksum) == (str(tmp_path / "base"), "0", None)
+    announce(tmp_path / "weights", CurrentWeights(12, str(tmp_path / "weights" / "v000012"), "abc"))
+    later = options_from_config(cfg, replica=1, port=7)
+    assert (later.model, later.weight_version) == (str(tmp_path / "weights" / "v000012"), "12")
+    assert (later.weights_checksum, later.port, later.reserved_port) == ("abc", 7, True)
+
+
+def test_weights_with_another_checksum_than_announced_are_not_served(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", seed=0)
+    right = overall_checksum(Weights(load_model(str(model), "auto")).checksums())
+    Engine(EmbeddedOptions(str(model), weights_checksum=right, max_running_requests=2))
+    with pytest.raises(WeightsError, match="version 7 reported 0000000000000000"):
+        Engine(EmbeddedOptions(str(model), weights_checksum="0" * 64, weight_version="7", max_running_requests=2))
 
 
 def test_a_busy_port_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
