@@ -11,7 +11,7 @@ usage() {
 Usage: tests/run.sh [--fast | --all] [--no-lint] [pytest arguments ...]
 
   (no option)  the first tier: linters, types, import rules, then every test that is neither slow nor needs a GPU
-  --fast       the unit tests only, without linters: seconds, while working
+  --fast       the unit tests only, without linters; for use while working
   --all        the first tier and the slow tests; with a CUDA device the gpu tests as well
   --no-lint    tests only
   -h, --help   this text

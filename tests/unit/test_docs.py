@@ -14,6 +14,7 @@ import torch
 from megatron_rl.algorithms.losses import LOSSES, LossInputs, policy_loss
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.config import Config, load_config
+from megatron_rl.data.quickstart import Quickstart, write_quickstart
 from megatron_rl.data.records import parse_line
 from megatron_rl.rewards.registry import BUILT_IN, load_verifier
 
@@ -67,6 +68,13 @@ def test_every_built_in_reward_is_described() -> None:
         "math",
         *sorted(BUILT_IN.keys() - {"exact", "math"}),
     ]
+
+
+def test_the_lines_that_use_the_trained_model_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_quickstart(tmp_path / "inputs", Quickstart(prompts=4, eval_prompts=4, sft_prompts=4))
+    code = next(block for block in blocks("quickstart.md", "python") if "apply_chat_template" in block)
+    exec(code.replace("DIR/weights/v000060", str(tmp_path / "inputs" / "model")), {})  # our own page
+    assert re.match(r"<bos>2913=.", capsys.readouterr().out, re.S)
 
 
 def test_the_prompt_lines_are_valid() -> None:
