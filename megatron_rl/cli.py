@@ -36,7 +36,8 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in run_dir; begin when there is none yet.")
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint in run_dir; begin when there is none yet."),
     ] = False,
     resume_from: Annotated[
         int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
