@@ -22,6 +22,7 @@ Options
   --steps N   reinforcement steps (default: `steps` in configs/quickstart.yaml)
   --out DIR   where everything goes (default: a new folder runs/quickstart-seed-N-TIME in the repository)
   --resume    go on with the run in --out DIR from its newest checkpoint, with the seed and the settings it had
+              (--resume-from STEP and --accept-changes are those of `megatron-rl train`)
   --dry-run   print the resolved configuration and the layout of the run; train nothing, leave nothing behind
   -h, --help  this text
 
@@ -60,7 +61,7 @@ options=()
 overrides=()
 while (($#)); do
   case "$1" in
-    --seed | --steps | --out)
+    --seed | --steps | --out | --resume-from)
       (($# >= 2)) || fail_usage "$1 needs a value"
       set -- "$1=$2" "${@:3}"
       ;;
@@ -79,7 +80,12 @@ while (($#)); do
       [[ -n "$out" ]] || fail_usage "${1%%=*} needs the name of a folder"
       shift
       ;;
-    --resume | --dry-run)
+    --resume-from=*)
+      need_number "${1%%=*}" "${1#*=}"
+      options+=(--resume "$1")
+      shift
+      ;;
+    --resume | --accept-changes | --dry-run)
       options+=("$1")
       shift
       ;;
