@@ -29,10 +29,13 @@ class Role:
     rank: int
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int = 0
+    """Bytes that earlier starts of the run had left in the log."""
 
     def describe_exit(self) -> str:
         """What its exit code means, and the end of its log; on a full disk, that the log may lack the reason."""
-        words = f"{self.name}-{self.rank} {decode_exit(self.process.returncode)}; log {self.log}\n{tail(self.log)}"
+        end = tail(self.log, start=self.log_start)
+        words = f"{self.name}-{self.rank} {decode_exit(self.process.returncode)}; log {self.log}\n{end}"
         free = shutil.disk_usage(self.log.parent).free
         if free < NEARLY_FULL:
             words += (
@@ -60,6 +63,7 @@ def start(
         orphan_signal: what the kernel sends it when the launcher dies, however the launcher dies.
     """
     with open(log, "ab") as handle:
+        log_start = handle.tell()
         stdout: IO[bytes] | None = None if console else handle
         process = subprocess.Popen(
             argv,
@@ -71,7 +75,7 @@ def start(
             pass_fds=() if lock is None else (lock,),
             preexec_fn=functools.partial(die_with_parent, orphan_signal),
         )
-    return Role(name, rank, process, log)
+    return Role(name, rank, process, log, log_start)
 
 
 def die_with_parent(number: signal.Signals) -> None:
@@ -114,11 +118,11 @@ def decode_exit(code: int | None) -> str:
     return f"failed with exit code {code}"
 
 
-def tail(log: Path, lines: int = 25) -> str:
-    """The last lines of a log file."""
+def tail(log: Path, lines: int = 25, start: int = 0) -> str:
+    """The last lines of a log file, of what was written behind byte `start`."""
     try:
         with open(log, "rb") as handle:
-            handle.seek(max(0, log.stat().st_size - 65536))
+            handle.seek(max(start, log.stat().st_size - 65536))
             text = handle.read().decode(errors="replace")
     except OSError:
         return ""

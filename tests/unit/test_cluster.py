@@ -213,3 +213,12 @@ def test_layout_deadlines_and_length_of_a_resumed_run_are_free(tmp_path: Path) -
         cluster={"stop_timeout_s": 1},
     )
     assert require_same_run(recorded, changed, accept_changes=False) == []
+
+
+def test_a_failure_is_told_without_what_an_earlier_start_wrote(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("an old reason\n")
+    argv = [sys.executable, "-c", "import sys; sys.exit('the new reason')"]
+    role = start("trainer", 0, argv, dict(os.environ), tmp_path / "log")
+    role.process.wait(20)
+    assert "the new reason" in role.describe_exit()
+    assert "an old reason" not in role.describe_exit()
