@@ -49,3 +49,14 @@ def test_clear_gives_the_memory_back() -> None:
     cache.clear()
     assert (cache.slots, cache.length) == (0, 0)
     assert sum(t.numel() for t in cache.keys) == 0
+
+
+def test_entries_are_the_rows_of_a_token_in_each_head() -> None:
+    cache = KVCache(KVShape(1, 2, 4, torch.float32, max_slots=3, max_length=64), budget=2**20)
+    cache.reserve(3, 10, live=0)
+    positions = torch.tensor([5, 0])
+    new = torch.randn(2, 2, 4)
+    cache.keys[0].view(-1, 4).index_copy_(0, cache.entries(positions), new.flatten(0, 1))
+    assert torch.equal(cache.keys[0][0, :, 5], new[0])
+    assert torch.equal(cache.keys[0][1, :, 0], new[1])
+    assert cache.keys[0].count_nonzero() == new.numel()

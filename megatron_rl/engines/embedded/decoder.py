@@ -85,12 +85,12 @@ class Decoder:
     def _step(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], length: int) -> torch.Tensor:
         rows, where = len(tokens), torch.from_numpy(positions)
         mask = visible_up_to(where[:, None], length, self.forward.dtype)
-        index = torch.arange(rows)
+        entries = self.cache.entries(where)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             cached_keys, cached_values = self.cache.keys[layer], self.cache.values[layer]
-            cached_keys[index, :, where] = keys[:, :, 0]
-            cached_values[index, :, where] = values[:, :, 0]
+            cached_keys.view(-1, self.forward.head_dim).index_copy_(0, entries, keys.flatten(0, 2))
+            cached_values.view(-1, self.forward.head_dim).index_copy_(0, entries, values.flatten(0, 2))
             return masked_attention(queries, cached_keys[:rows, :, :length], cached_values[:rows, :, :length], mask)
 
         hidden = self.forward.hidden_states(torch.from_numpy(tokens)[:, None], where[:, None], attend)

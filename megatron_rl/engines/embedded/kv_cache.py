@@ -66,6 +66,12 @@ class KVCache:
                 tensors[layer][:live, :, :kept] = old[:live, :, :kept]
         self.slots, self.length = new_slots, new_length
 
+    def entries(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where token `positions[i]` of slot i lies, int64 [slots * kv_heads], in a layer seen as [-1, head_dim]."""
+        heads = self.shape.num_kv_heads
+        first = torch.arange(len(positions) * heads).view(-1, heads) * self.length
+        return (first + positions[:, None]).flatten()
+
     def move(self, destinations: torch.Tensor, sources: torch.Tensor, length: int) -> None:
         """Copy the first `length` tokens of slots `sources` into slots `destinations` (int64 [M], disjoint)."""
         for tensors in (self.keys, self.values):
