@@ -1,0 +1,49 @@
+"""The benchmarks run from end to end and print both sides and their ratio; what the numbers are is not tested."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .runs import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def run_tool(name: str, *words: str, timeout: float = 300) -> str:
+    command = [sys.executable, str(ROOT / "tools" / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["bench_step.py", "bench_engine.py"])
+def test_help_says_what_is_compared(name: str) -> None:
+    said = run_tool(name, "--help")
+    assert "--runs" in said
+    assert re.search("TRL's GRPOTrainer|transformers.generate", said)
+
+
+def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
+    said = run_tool(
+        "bench_engine.py",
+        *["--runs", "1", "--groups", "2", "--group-size", "4", "--length", "8", "--mean", "4", "--longest", "16"],
+    )
+    for load in ("uniform: 8 sequences, 64 tokens", "long-tailed: 8 sequences"):
+        assert load in said
+    assert len(re.findall(r"ours / transformers \d+\.\d\d", said)) == 4  # by time and by CPU time
+    assert "load average" in said
+
+
+@pytest.mark.timeout(1600)
+def test_step_benchmark_prints_the_ratio_to_trl(tmp_path: Path) -> None:
+    """TRL is installed into an environment of its own, as for a user."""
+    words = ["--runs", "1", "--steps", "3", "--groups", "4", "--group-size", "4", "--response", "8"]
+    said = run_tool("bench_step.py", *words, "--venv", str(tmp_path / "trl"), timeout=1500)
+    assert re.search(r"ours: \d+\.\d\d .*s/step, .* CPU s/step, peak memory \d+\.\d\d GiB", said)
+    assert re.search(r"of these: generate \d+\.\d\d, pull", said)
+    assert re.search(r"ours / TRL: time \d+\.\d\d, CPU time \d+\.\d\d, memory \d+\.\d\d", said)

@@ -1,0 +1,1 @@
+"""Thin command lines over the package, and benchmarks; nothing in megatron_rl imports from here."""
