@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,10 @@ class Writer(Protocol):
 
 
 class TensorBoardWriter:
-    """RUN/tensorboard: every metric a scalar under its own name; `sft/...` runs over the warm-up's own steps."""
+    """RUN/tensorboard: every metric a scalar under its own name; `sft/...` over the warm-up's own steps in `warm-up`.
+
+    A folder of its own, since TensorBoard hides by step whatever a restore undid: the warm-up must not go with it.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         """Open a new event file in `directory` (earlier ones stay). Raises OSError when it cannot be written."""
@@ -44,32 +48,40 @@ class TensorBoardWriter:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._open = EventFileWriter
         self._writer = EventFileWriter(str(directory))
+        self._warm_up_directory = Path(directory) / "warm-up"
+        self._warm_up: Any = None
 
     def write(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Add the finite values at `step` and flush them to the file."""
-        sft_step = int(metrics.get(SFT_STEP) or 0)
-        for at, names in (
-            (sft_step, [n for n in metrics if _is_sft(n)]),
-            (step, [n for n in metrics if not _is_sft(n)]),
-        ):
-            values = [
-                self._summary.Value(tag=name, simple_value=metrics[name]) for name in names if _finite(metrics[name])
-            ]
-            if values:
-                summary = self._summary(value=values)
-                self._writer.add_event(self._event(wall_time=time.time(), step=at, summary=summary))
-        self._writer.flush()
+        self._add(self._writer, step, {name: value for name, value in metrics.items() if not _is_sft(name)})
+        if sft := {name: value for name, value in metrics.items() if _is_sft(name)}:
+            self._warm_up = self._warm_up or self._open(str(self._warm_up_directory))
+            self._add(self._warm_up, int(metrics.get(SFT_STEP) or 0), sft)
+
+    def _add(self, writer: Any, step: int, metrics: Mapping[str, MetricValue]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=v) for name, v in metrics.items() if _finite(v)]
+        if values:
+            writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Tell TensorBoard that the run was restored to `step`: it hides whatever older files hold beyond it."""
+        """Tell TensorBoard that the run was restored to `step`: it hides whatever older files hold beyond it.
+
+        A step below 0 is before the warm-up, which then begins again.
+        """
+        if step < 0:
+            shutil.rmtree(self._warm_up_directory, ignore_errors=True)
         start = self._session(status=self._session.START)
         self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is queued and close the file."""
+        """Write what is queued and close the files."""
         self._writer.close()
+        if self._warm_up is not None:
+            self._warm_up.close()
 
 
 def _is_sft(name: str) -> bool:

@@ -116,7 +116,17 @@ def test_tensorboard_shows_the_warm_up_over_its_own_steps(tmp_path: Path) -> Non
     for step in (1, 2):
         writer.write(0, {"sft/step": float(step), "sft/loss": 1.0 / step})
     writer.close()
-    assert scalars(tmp_path, "sft/loss") == [(1, 1.0), (2, 0.5)]
+    assert scalars(tmp_path / "warm-up", "sft/loss") == [(1, 1.0), (2, 0.5)]
+    resumed = TensorBoardWriter(tmp_path)
+    resumed.truncate_after(0)
+    resumed.write(1, {"reward/mean": 0.5})
+    resumed.close()
+    assert scalars(tmp_path / "warm-up", "sft/loss") == [(1, 1.0), (2, 0.5)]
+    again = TensorBoardWriter(tmp_path)
+    again.truncate_after(-1)
+    again.write(0, {"sft/step": 1.0, "sft/loss": 3.0})
+    again.close()
+    assert scalars(tmp_path / "warm-up", "sft/loss") == [(1, 3.0)]
 
 
 def test_wandb_that_is_not_installed_is_a_plain_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
