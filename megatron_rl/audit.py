@@ -10,7 +10,7 @@ from megatron_rl.config import load_config
 from megatron_rl.data import PromptCursor
 from megatron_rl.policy import checkpoint
 from megatron_rl.rollout.controller import Prompts
-from megatron_rl.rollout.ledger import Audit, Ledger, audit
+from megatron_rl.rollout.ledger import Audit, Ledger, LedgerError, audit
 from megatron_rl.rollout.wire import decode
 
 
@@ -20,8 +20,10 @@ def audit_run(run_dir: Path) -> Audit:
     Raises:
         ConfigError, DataError: RUN/config.yaml or the prompts cannot be read as they were.
         CheckpointError: the newest checkpoint is damaged.
-        LedgerError: a damaged ledger.
+        LedgerError: a damaged ledger, or not the directory of a run.
     """
+    if not RunDir(run_dir).config.is_file():
+        raise LedgerError(f"{run_dir} is not the directory of a run: it has no config.yaml; give the run_dir of one")
     cfg = load_config(RunDir(run_dir).config)
     prompts = Prompts(cfg)
     cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)

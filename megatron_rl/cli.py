@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl import __version__
 from megatron_rl.config import Config, ConfigError, Plan, dump, load_config, make_plan
 
 app = typer.Typer(
@@ -29,6 +30,21 @@ ConfigFile = Annotated[Path, typer.Argument(help="YAML file; see configs/ for ex
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, for example optimizer.lr=1e-6", metavar="[section.key=value]...")
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megatron-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the command itself; the verbs are below."""
 
 
 @app.command()

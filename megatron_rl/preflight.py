@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError, HfConfig, check
 from megatron_rl.data import DataError, PromptDataset, check_targets
 from megatron_rl.policy import checkpoint
+from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.registry import RewardError, load_verifier
 from megatron_rl.rollout.controller import Prompts
 
@@ -39,6 +40,7 @@ def check_inputs(cfg: Config) -> HfConfig:
         cap = cfg.algorithm.max_tokens_per_microbatch
         bounds = ((hf.max_position_embeddings, "the model's context"), (cap, "algorithm.max_tokens_per_microbatch"))
         check_targets(examples, prompts.tokenizer, *min(bounds))
+    RewardPool(cfg.reward)  # refuses verifiers that need processes of their own when there are none
     for component in cfg.reward.components:
         load_verifier(component.name, component.args)
     return hf

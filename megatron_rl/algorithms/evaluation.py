@@ -81,3 +81,26 @@ def bootstrap_interval(
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail])
     return float(low), float(high)
+
+
+def share_interval(shares: ArrayLike, *, seed: int) -> tuple[float, float]:
+    """95 % interval of the mean of one share per prompt (its pass@k), each in 0 to 1.
+
+    The bootstrap over prompts; where all prompts agree, resampling would claim certainty (0 of 8 is not "never"), so
+    there it is Wilson's score interval for that many prompts (Wilson 1927).
+
+    Args:
+        shares: [prompts].
+        seed: makes the interval reproducible.
+
+    Raises:
+        ValueError: no shares.
+    """
+    x = np.asarray(shares, dtype=np.float64)
+    if x.size and (np.all(x == 0) or np.all(x == 1)):
+        edge = _Z95**2 / (x.size + _Z95**2)
+        return (0.0, edge) if x[0] == 0 else (1.0 - edge, 1.0)
+    return bootstrap_interval(x, seed=seed)
+
+
+_Z95 = 1.959964

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_rl.algorithms.evaluation import bootstrap_interval, pass_at_k
+from megatron_rl.algorithms.evaluation import pass_at_k, share_interval
 from megatron_rl.config import Config
 from megatron_rl.data import PromptDataset, PromptTokenizer
 
@@ -151,8 +151,8 @@ def summarise(groups: list[Group], ks: list[int], seed: int) -> dict[str, float]
     """Metrics of an evaluation, named as after `eval/`.
 
     A sample is right when its raw correctness is above 0.5; one that could not be judged is wrong. pass_at_1_low/high:
-    95 % bootstrap interval over prompts. format_valid: share of samples that got the full score of the verifier named
-    `format` or `*_format`; absent without one.
+    95 % interval over prompts (`share_interval`). format_valid: share of samples that got the full score of the verifier
+    named `format` or `*_format`; absent without one.
     """
     samples = [s for g in groups for s in g.samples]
     right = [sum(s.correctness > 0.5 for s in g.samples) for g in groups]
@@ -161,7 +161,7 @@ def summarise(groups: list[Group], ks: list[int], seed: int) -> dict[str, float]
     for k in sorted({1, *ks}):
         if k <= min(sizes):
             estimates = [pass_at_k(n, c, k) for n, c in zip(sizes, right, strict=True)]
-            low, high = bootstrap_interval(estimates, seed=seed)
+            low, high = share_interval(estimates, seed=seed)
             metrics |= {f"pass_at_{k}": float(np.mean(estimates)), f"pass_at_{k}_low": low, f"pass_at_{k}_high": high}
     rewards = [s.reward for s in samples if s.valid]
     formats = [v for s in samples for n, v in s.components.items() if n == "format" or n.endswith("_format")]

@@ -228,3 +228,10 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, inputs: Path) -> None:
     assert dry.code == 0
     assert "trainer ranks" in dry.output
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_not_a_run_has_no_ledger(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_rl.cli", "ledger", str(tmp_path)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert refused.returncode == 1
+    assert "is not the directory of a run" in refused.stderr

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.evaluation import bootstrap_interval, maj_at_k, pass_at_k
+from megatron_rl.algorithms.evaluation import bootstrap_interval, maj_at_k, pass_at_k, share_interval
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,16 @@ def test_bootstrap_interval_of_equal_values_is_that_value(value, n):
 def test_bootstrap_interval_refuses_no_values():
     with pytest.raises(ValueError, match="at least one value"):
         bootstrap_interval([], seed=0)
+
+
+@pytest.mark.parametrize("n", [1, 8, 512])
+def test_an_interval_does_not_claim_certainty_where_all_prompts_agree(n):
+    low, high = share_interval([0.0] * n, seed=0)
+    assert low == 0
+    # Wilson's interval at 0 of n ends at z^2 / (n + z^2), about 3.84 / (n + 3.84).
+    assert high == pytest.approx(3.8415 / (n + 3.8415), rel=1e-3)
+    assert share_interval([1.0] * n, seed=0) == (pytest.approx(1 - high), 1.0)
+
+
+def test_the_interval_of_differing_prompts_is_the_bootstrap():
+    assert share_interval([0.0, 1.0, 0.5], seed=3) == bootstrap_interval([0.0, 1.0, 0.5], seed=3)

@@ -13,6 +13,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.data import DataError
 from megatron_rl.data.tiny_model import write_tiny_model
 from megatron_rl.preflight import check_inputs
+from megatron_rl.rewards.registry import RewardError
 
 from .rollout_rig import config
 
@@ -54,3 +55,8 @@ def test_a_missing_package_for_logging_is_found_before_anything_starts(
     monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for a module that cannot be found
     with pytest.raises(ConfigError, match=r"pip install 'megatron-rl\[wandb\]'"):
         check_inputs(config(tmp_path / "run", model, [], logging={"wandb": True}))
+
+
+def test_a_verifier_that_needs_a_process_is_refused_where_there_is_none(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(RewardError, match=r"reward\.workers"):
+        check_inputs(config(tmp_path / "run", model, [], reward={**reward("math"), "workers": 0}))
