@@ -151,7 +151,7 @@ def summarise(groups: list[Group], ks: list[int], seed: int) -> dict[str, float]
     """Metrics of an evaluation, named as after `eval/`.
 
     A sample is right when its raw correctness is above 0.5; one that could not be judged is wrong. pass_at_1_low/high:
-    95 % interval over prompts (`share_interval`). format_valid: share of samples that got the full score of the verifier
+    95 % interval over prompts (`share_interval`). format_valid: share of samples with the full score of the verifier
     named `format` or `*_format`; absent without one.
     """
     samples = [s for g in groups for s in g.samples]

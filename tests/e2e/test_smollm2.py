@@ -87,3 +87,5 @@ def test_two_countdown_steps_on_a_real_model(folder: Path) -> None:
     # The engine is transformers: its log-probs and Megatron's agree on the real weights.
     assert max(row["gap/max_abs"] for row in run.steps) <= 1e-4
     assert all(row["rollout/response_length_mean"] > 5 for row in run.steps)
+    # The answers differ in length, which the overlong punishment rewards differently: the updates are real ones.
+    assert all(row["optimizer/grad_norm"] > 0 for row in run.steps)
