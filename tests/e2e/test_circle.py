@@ -191,7 +191,7 @@ def test_term_saves_the_run_and_ends_it_with_75(tmp_path: Path, inputs: Path) ->
         ("optimizer.lr_warmup=1", "optimizer.lr_warmup: unknown key; did you mean optimizer.lr_warmup_steps?"),
         ("parallel.world_size=3", "world_size=3, but tensor 2"),
         ("rollout.max_prompt_tokens=4", "rollout.max_prompt_tokens=4"),
-        ("reward.components=[{name: nothing}]", "nothing"),
+        ("reward.components=[{name: nothing_format}]", "nothing_format"),
     ],
 )
 def test_what_cannot_run_ends_in_seconds_with_one_message(
