@@ -28,6 +28,10 @@ PHASE_HEALTHY = (
 )
 
 
+SHORT_RUN = 8
+"""Runs of fewer steps get a tick at each."""
+
+
 def build_charts(data: RunData) -> tuple[list[dict[str, Any]], list[str]]:
     """The charts that have data, as dictionaries for the page, and the titles of those that have none."""
     charts, missing = [], []
@@ -58,12 +62,18 @@ def _drawn(chart: Chart, lines: list[Line], data: RunData) -> dict[str, Any]:
     decades = _decades([trace["y"] for trace in traces]) if chart.y_log else None
     if decades is not None:
         axis |= {"type": "log", "range": decades, "dtick": 1}
-    layout: dict[str, Any] = {"yaxis": axis, "xaxis": {"title": {"text": chart.x}}}
+    layout: dict[str, Any] = {"yaxis": axis, "xaxis": _step_axis(chart.x, [x for trace in traces for x in trace["x"]])}
     if any(line.right for line in lines):
         layout["yaxis2"] = _axis(chart.right, chart.right_format, chart.right_at_least) | {"tickmode": "auto"}
     card = _card(chart.section, chart.title, chart.healthy, [line.metric for line in lines], traces, layout)
     # A line that is alone because others have no data still needs its name.
     return card | {"legend": card["legend"] or (not callable(chart.lines) and len(chart.lines) > 1)}
+
+
+def _step_axis(title: str, steps: list[float]) -> dict[str, Any]:
+    """Whole steps only: left alone, plotly divides a short run into halves and rounds their labels to repeats."""
+    short = bool(steps) and max(steps) - min(steps) < SHORT_RUN
+    return {"title": {"text": title}, **({"dtick": 1} if short else {})}
 
 
 def _axis(title: str, tick_format: str, at_least: float | None) -> dict[str, Any]:

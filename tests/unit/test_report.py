@@ -307,3 +307,14 @@ def test_a_gap_of_exactly_zero_is_drawn_on_a_linear_axis(tmp_path: Path) -> None
     log.close()
     axis = Page(build_report(tmp_path)).chart("Gap between trainer and engine")["layout"]["yaxis"]
     assert "type" not in axis
+
+
+@pytest.mark.parametrize(("steps", "every"), [(2, 1), (7, 1), (40, None)])
+def test_a_short_run_gets_one_tick_at_each_whole_step(tmp_path: Path, steps: int, every: int | None) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, steps + 1):
+        log.write(step, {"policy/entropy": 1.0 / step})
+    log.close()
+    charts, _ = build_charts(read_run(tmp_path))
+    entropy = next(chart for chart in charts if chart["title"] == "Entropy")
+    assert entropy["layout"]["xaxis"].get("dtick") == every
