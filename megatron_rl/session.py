@@ -187,26 +187,22 @@ class Session:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out evaluation with the published weights; empty without `data.eval_prompts`."""
-        found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
+        found = self._measure(step)
         self.state.before = self.state.before or found
-        self.state.latest, self.state.evaluated = found, step
         if self._recorder and found:
             self._recorder.values(step, found)
         return found
 
     def evaluate_if_due(self, step: int, timer: PhaseTimer, metrics: StepMetrics) -> None:
         """Every `eval.every` steps and after the last one."""
-        every = self.cfg.eval.every
-        if step == self.cfg.steps or (every and step % every == 0):
+        if self._is_due(step, self.cfg.eval.every):
             with timer.phase("eval"):
-                found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
-            self.state.latest, self.state.evaluated = found, step
+                found = self._measure(step)
             metrics.merge(found)
 
     def save_if_due(self, step: int) -> None:
         """Every `checkpoint.every` steps and after the last one."""
-        every = self.cfg.checkpoint.every
-        if step == self.cfg.steps or (every and step % every == 0):
+        if self._is_due(step, self.cfg.checkpoint.every):
             self.save(step)
 
     def save_warm_up(self) -> None:
@@ -253,6 +249,16 @@ class Session:
             self._recorder.finish(result)
 
     # ------------------------------------------------------------------------------------------------ parts
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """After the last step, and after each multiple of `every` unless that is 0."""
+        return step == self.cfg.steps or (every > 0 and step % every == 0)
+
+    def _measure(self, step: int) -> dict[str, float]:
+        """Evaluate the published weights as section `eval` says, and remember what was found."""
+        found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
+        self.state.latest, self.state.evaluated = found, step
+        return found
 
     def _evaluation(self, label: str, step: int, prompts: int, samples: int) -> dict[str, float]:
         if self.cfg.data.eval_prompts is None:

@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import Config, dump
-from megatron_rl.rollout import ControllerClient, ControllerError, EngineControl, RolloutShard, RolloutTable
+from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.endpoint import controller_file
+from megatron_rl.rollout.pull import ControllerClient, ControllerError
+from megatron_rl.rollout.wire import RolloutShard, RolloutTable
 from tests.tiny import tiny_model
 from tests.unit.rollout_rig import config, running_controller, write_prompts
 
