@@ -173,14 +173,26 @@ def _trl_python(arguments: argparse.Namespace) -> Path:
 
     python: Path = arguments.venv / "bin" / "python"
     if not (arguments.venv / "complete").exists() and not _imports_trl(python):
-        print(f"making {arguments.venv} with {TRL}; this takes minutes", flush=True)
+        log = arguments.venv.with_name(arguments.venv.name + ".log")
+        print(f"making {arguments.venv} with {TRL}; this takes minutes (log: {log})", flush=True)
         subprocess.run([arguments.python, "-m", "venv", "--clear", str(arguments.venv)], check=True)
-        index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "-q", *index, TRL, f"torch=={torch.__version__}"], check=True
-        )
+        _install(python, log, torch.__version__)
         (arguments.venv / "complete").touch()
     return python
+
+
+def _install(python: Path, log: Path, torch_version: str) -> None:
+    """torch first and alone: only it may come from the index of CPU builds, where nothing else need be looked for."""
+    words = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    attempts = [
+        [*words, f"torch=={torch_version}"],
+        [*words, "--index-url", "https://download.pytorch.org/whl/cpu", f"torch=={torch_version}"],
+    ]
+    with log.open("w") as out:
+        if not any(subprocess.run(attempt, stdout=out, stderr=out).returncode == 0 for attempt in attempts):
+            raise BenchError(f"torch {torch_version} cannot be installed for {TRL}; {log} says why")
+        if subprocess.run([*words, TRL, f"torch=={torch_version}"], stdout=out, stderr=out).returncode != 0:
+            raise BenchError(f"{TRL} cannot be installed; {log} says why")
 
 
 def _imports_trl(python: Path) -> bool:
