@@ -34,6 +34,7 @@ BASE = [
     "torch>=2.13.0",
     "tqdm>=4.70.1",
     "typer>=0.29.2",
+    "xxhash>=4.1.0",
 ]
 
 EXTRAS = {

@@ -2,7 +2,7 @@
 
     RUN/checkpoints/
       step-000020/            complete by construction: it got this name last
-        manifest.json         step, metric, layout, hash of the configuration, and every other file with its size
+        manifest.json         step, metric, layout, hash of the configuration, every other file with its size and hash
         policy/  reference/   Megatron distributed checkpoints (see `sharded_state.py`)
         extra/                what the training loop gave along: NAME.json or NAME.bin
       .tmp-step-000030/       being written, or left by a crash
@@ -15,8 +15,9 @@ What a crash leaves behind:
     while an old one is removed   .tmp-old-step-N (removal begins with a rename), removed when the next one begins
     while step-N is replaced      possibly no step-N (two renames), and all other checkpoints
 
-So `latest` never sees half of a checkpoint. A file that was cut or lost afterwards is found by its size: `verify` names
-it, and nothing falls back silently to an older state. Only rank 0 calls the functions that write.
+So `latest` never sees half of a checkpoint. A file that was changed afterwards is named by `verify` (names, sizes, the
+small files) or `verify_contents` (all bytes, for which ranks share the files), and nothing falls back silently to an
+older state. Only rank 0 calls the functions that write.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import sync
+from megatron_rl.policy.digest import digest_of, digest_of_file
 
 MANIFEST = "manifest.json"
 EXTRA = "extra"
@@ -43,6 +45,14 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class FileFacts:
+    """What a file must be: its size in bytes, and the hash of its content."""
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What `manifest.json` says.
 
@@ -51,14 +61,28 @@ class Manifest:
         metric: value of `checkpoint.metric` (larger is better), None when it was not measured.
         layout: sizes of the parallel layout that wrote it, and whether the optimizer was distributed.
         config_hash: of the whole configuration.
-        files: size in bytes of every other file, by its path within the checkpoint.
+        files: every other file, by its path within the checkpoint.
     """
 
     step: int
     metric: float | None
     layout: dict[str, Any]
     config_hash: str
-    files: dict[str, int]
+    files: dict[str, FileFacts]
+
+    def to_json(self) -> str:
+        """Its text, with a hash of all the rest at the end."""
+        facts = asdict(self)
+        return json.dumps(facts | {"digest": digest_of(json.dumps(facts).encode())}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The inverse of `to_json`. Raises ValueError, TypeError or KeyError for any other text."""
+        facts = dict(json.loads(text))
+        if facts.pop("digest") != digest_of(json.dumps(facts).encode()):
+            raise ValueError("its content is not what was written")
+        files = {name: FileFacts(**found) for name, found in facts.pop("files").items()}
+        return cls(**facts, files=files)
 
 
 def begin(run_dir: Path, step: int) -> Path:
@@ -85,8 +109,12 @@ def complete(
     metric: float | None,
     layout: Mapping[str, Any],
     config_hash: str,
+    digests: Mapping[str, str],
 ) -> Path:
     """Add `extra` (bytes, or anything that JSON can hold) and the manifest, sync all to disk, and give the final name.
+
+    Args:
+        digests: `digest_of_file` of files that whoever wrote them knows already, by path within the checkpoint.
 
     Returns:
         The checkpoint's directory.
@@ -98,10 +126,13 @@ def complete(
             (folder / EXTRA / f"{name}.bin").write_bytes(value)
         else:
             (folder / EXTRA / f"{name}.json").write_text(json.dumps(value))
-    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+    files = {
+        name: FileFacts(path.stat().st_size, digests.get(name) or digest_of_file(path))
+        for name, path in _files(folder).items()
+    }
     manifest = Manifest(step, metric, dict(layout), config_hash, files)
-    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
-    for path in [*_files(folder), *(p for p in folder.rglob("*") if p.is_dir()), folder]:
+    (folder / MANIFEST).write_text(manifest.to_json())
+    for path in [*_files(folder).values(), *(p for p in folder.rglob("*") if p.is_dir()), folder]:
         sync(path)
     final = folder.with_name(_name(step))
     if final.exists():
@@ -146,19 +177,50 @@ def step_of(checkpoint: Path) -> int:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """The manifest, after a look at every file's size.
+    """The manifest, after a look at every file's name and size, and at the content of the small ones (`extra`).
 
     Raises:
-        CheckpointError: the manifest is missing or unreadable, or a file is missing or has another size.
+        CheckpointError: the manifest is missing or damaged; a file is missing, has another size or content, or was not
+            there when the checkpoint was written.
     """
     manifest = _read_manifest(checkpoint)
-    for name, size in manifest.files.items():
-        path = checkpoint / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise CheckpointError(f"{path} {state}: {_advice(checkpoint)}")
+    there = _files(checkpoint)
+    for name, facts in manifest.files.items():
+        if name not in there:
+            raise _damaged(checkpoint, name, "is missing")
+        size = there[name].stat().st_size
+        if size != facts.size:
+            raise _damaged(checkpoint, name, f"has {size} bytes instead of {facts.size}")
+    for name in there.keys() - manifest.files.keys() - {MANIFEST}:
+        raise CheckpointError(
+            f"{there[name]} does not belong to this checkpoint, which was written without it: move it away"
+        )
+    _verify_files(checkpoint, manifest, [name for name in manifest.files if name.startswith(f"{EXTRA}/")])
     return manifest
+
+
+def verify_contents(checkpoint: Path, part: int, parts: int) -> None:
+    """Compare the bytes of every `parts`-th file, from number `part` on, with what was written.
+
+    Raises:
+        CheckpointError: names the file whose content has changed, or that cannot be read.
+    """
+    manifest = _read_manifest(checkpoint)
+    _verify_files(checkpoint, manifest, sorted(manifest.files)[part::parts])
+
+
+def _verify_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            digest = digest_of_file(checkpoint / name)
+        except OSError as error:
+            raise unreadable(checkpoint, checkpoint / name, error) from error
+        if digest != manifest.files[name].xxh3_128:
+            raise _damaged(checkpoint, name, "has the right size but not the bytes that were written")
+
+
+def _damaged(checkpoint: Path, name: str, state: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint / name} {state}: {_advice(checkpoint)}")
 
 
 def read_extra(checkpoint: Path) -> dict[str, Any]:
@@ -217,17 +279,18 @@ def _all(run_dir: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+def _files(folder: Path) -> dict[str, Path]:
+    """All files below `folder`, by their path within it."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def _read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST
     try:
-        return Manifest(**json.loads(path.read_text()))
+        return Manifest.from_json(path.read_text())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_advice(checkpoint)}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a manifest ({error}): {_advice(checkpoint)}") from error
 
 

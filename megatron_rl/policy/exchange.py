@@ -1,13 +1,17 @@
-"""What one rank has and others need: bytes for a model replica, the outcome of rank 0; no HTTP and no files here."""
+"""What one rank has and others need: bytes for a model replica, outcomes of calls, dicts; no HTTP and no files here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.policy.distributed import device, is_data_parallel_leader, model_parallel_group
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def broadcast_to_model_parallel(data: bytes | None) -> bytes:
@@ -54,3 +58,26 @@ def on_rank_zero(call: Callable[[], object], error: type[Exception]) -> None:
     dist.broadcast_object_list(failure, src=0, device=device())
     if failure[0] is not None:
         raise error(failure[0]) from cause
+
+
+def on_every_rank(call: Callable[[], object], error: type[Exception]) -> None:
+    """Run `call` on all ranks, each its own share. Collective.
+
+    Raises:
+        error: on every rank, with the message of the first rank whose call raised it.
+    """
+    mine: str | None = None
+    try:
+        call()
+    except error as caught:
+        mine = str(caught)
+    failures = merge_of_all_ranks({} if mine is None else {dist.get_rank(): mine})
+    if failures:
+        raise error(failures[min(failures)])
+
+
+def merge_of_all_ranks(part: dict[K, V]) -> dict[K, V]:
+    """All ranks' dicts as one, on every rank; keys do not repeat, keys and values can be pickled. Collective."""
+    gathered: list[dict[K, V]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, part)
+    return {key: value for found in gathered for key, value in found.items()}

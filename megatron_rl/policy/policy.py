@@ -26,7 +26,7 @@ from megatron_rl.policy import checkpoint
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.checkpoint import CheckpointError, first_line
 from megatron_rl.policy.distributed import device, peer_failure
-from megatron_rl.policy.exchange import on_rank_zero
+from megatron_rl.policy.exchange import on_every_rank, on_rank_zero
 from megatron_rl.policy.forward import LogProbHead, LossHead, Vocabulary, run_schedule, sum_gradients
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.model import build_model
@@ -255,7 +255,7 @@ class Policy:
         folder = checkpoint.temporary(run_dir, step)
         on_rank_zero(lambda: checkpoint.begin(run_dir, step), CheckpointError)
         try:
-            save_training_state(folder, self.chunks, self.optimizer, self.reference)
+            digests = save_training_state(folder, self.chunks, self.optimizer, self.reference)
         except Exception as error:  # torch and Megatron raise whatever a full disk leads to
             if peer_failure(error) is not None:
                 raise
@@ -269,7 +269,9 @@ class Policy:
         kept = self._cfg.checkpoint
 
         def complete() -> None:
-            checkpoint.complete(run_dir, step, extra, metric=metric, layout=parallel, config_hash=config_hash)
+            checkpoint.complete(
+                run_dir, step, extra, metric=metric, layout=parallel, config_hash=config_hash, digests=digests
+            )
             checkpoint.prune(run_dir, kept.keep_last, kept.keep_best)
 
         on_rank_zero(complete, CheckpointError)
@@ -285,6 +287,8 @@ class Policy:
             CheckpointError: on every rank; the checkpoint is damaged, or was written with the other kind of optimizer.
         """
         on_rank_zero(lambda: self._check(checkpoint.verify(folder), folder), CheckpointError)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        on_every_rank(lambda: checkpoint.verify_contents(folder, rank, world), CheckpointError)
         if self._cfg.algorithm.kl_coef > 0 and self.reference is None:
             self._set_reference(ReferenceWeights(self.chunks))
         has_reference = self._load_state(folder)

@@ -12,19 +12,22 @@ the distributed optimizer cannot be read without it, or the other way round.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_checkpoint
 
+from megatron_rl.policy.digest import HashingStream
+from megatron_rl.policy.exchange import merge_of_all_ranks
 from megatron_rl.policy.optimizer import Optimizer, checkpoint_metadata
 from megatron_rl.policy.reference import ReferenceWeights
 
@@ -36,14 +39,20 @@ POLICY, REFERENCE = "policy", "reference"
 
 def save_training_state(
     directory: Path, chunks: Sequence[GPTModel], optimizer: Optimizer, reference: ReferenceWeights | None
-) -> None:
-    """Write into the existing `directory`. Collective; every file has reached the disk when it returns."""
+) -> dict[str, str]:
+    """Write into the existing `directory`. Collective; every file has reached the disk when it returns.
+
+    Returns:
+        `digest.digest_of_file` of each file with tensors, by path within `directory`, on every rank: the rank that
+        wrote a file has hashed it meanwhile, so that none has to be read again.
+    """
     model = _model_state(chunks)
     state = {**model, "optimizer": optimizer.sharded_state(model, is_loading=False), "rng": _rng_object(_rng_states())}
-    _save(state, directory / POLICY)
+    written = _save(state, directory / POLICY)
     if reference is not None:
         with reference.swapped_in():
-            _save(_model_state(chunks), directory / REFERENCE)
+            written |= _save(_model_state(chunks), directory / REFERENCE)
+    return merge_of_all_ranks({path.relative_to(directory).as_posix(): digest for path, digest in written.items()})
 
 
 def load_training_state(
@@ -89,14 +98,17 @@ def _load_model(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
         chunk.load_state_dict(loaded[f"model{index}"])
 
 
-def _save(state: dict[str, Any], directory: Path) -> None:
+def _save(state: dict[str, Any], directory: Path) -> dict[Path, str]:
+    """Write, and return the hashes of the files that this rank wrote."""
     from megatron.core import dist_checkpointing
 
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
+    files = HashingFileSystem()
     with _plain_errors():
-        dist_checkpointing.save(state | {"layout": _layout()}, str(directory), _synchronous_strategy())
+        dist_checkpointing.save(state | {"layout": _layout()}, str(directory), _synchronous_strategy(files))
+    return {path: digest for path, digest in files.digests.items() if path.suffix == DEFAULT_SUFFIX}
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -117,8 +129,24 @@ def _plain_errors() -> Iterator[None]:
         raise (failure if isinstance(failure, Exception) else RuntimeError(str(error))) from error
 
 
-def _synchronous_strategy() -> Any:
-    """Megatron's torch_dist format, written by this process.
+class HashingFileSystem(FileSystem):
+    """torch's file system, which remembers the hash of every file that was written through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[Path, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        """As torch's; `mode` is "wb" while a checkpoint is written."""
+        with super().create_stream(path, mode) as file:
+            stream = HashingStream(cast(IO[bytes], file))
+            yield stream
+        self.digests[Path(path)] = stream.hexdigest()
+
+
+def _synchronous_strategy(files: FileSystem) -> Any:
+    """Megatron's torch_dist format, written by this process through `files`.
 
     Megatron's own writer forks one process per file and first spawns a manager process that imports the main module
     again. Both are there for saving in the background, which is not used here; torch's writer makes the same files
@@ -133,6 +161,7 @@ def _synchronous_strategy() -> Any:
             )
             planner = torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
             writer = FileSystemWriter(checkpoint_dir, thread_count=self.thread_count, sync_files=True)
+            writer.fs = files
             save_torch_checkpoint(
                 torch_dist.mcore_to_pyt_state_dict(by_key, False), storage_writer=writer, planner=planner
             )

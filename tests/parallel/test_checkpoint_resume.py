@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,43 +129,44 @@ def read_checkpoint(paths: dict[bool, str], runs: Path, writer: str, parallel: d
 
 
 def _wrong_optimizer(paths: dict[bool, str], runs: Path) -> str:
-    from megatron_rl.policy.checkpoint import CheckpointError
     from megatron_rl.policy.policy import Policy
 
     cfg = _config(paths, "tp2", TP2 | WHOLE)
     with layout(cfg):
         policy = Policy.build(cfg)
-        try:
-            policy.load(runs / "tp2" / "checkpoints" / f"step-{BEFORE:06d}")
-        except CheckpointError as error:
-            return str(error)
-    return "no error"
+        return _error_of(lambda: policy.load(runs / "tp2" / "checkpoints" / f"step-{BEFORE:06d}"))
 
 
-def _damaged(paths: dict[bool, str], runs: Path) -> str:
-    """What loading says of a checkpoint whose bytes were changed, all sizes being right."""
-    from megatron_rl.policy.checkpoint import CheckpointError
+def _damaged(paths: dict[bool, str], runs: Path) -> dict[str, str]:
+    """What loading says of one changed bit, and of files that are not readable although they are what was written."""
     from megatron_rl.policy.policy import Policy
 
     cfg = _config(paths, "tp2", TP2)
     with layout(cfg):
-        folder = runs / "damaged" / "checkpoints" / "step-000001"
-        saved = Policy.build(cfg).save(runs / "damaged", 1, {}, metric=None)
-        if dist.get_rank() == 0:
-            for file in (folder / "policy").glob("*.distcp"):
-                file.write_bytes(b"\xff" * file.stat().st_size)
-        dist.barrier()
-        assert saved == folder
-        try:
-            Policy.build(cfg).load(folder)
-        except CheckpointError as error:
-            return str(error)
+        folder = Policy.build(cfg).save(runs / "damaged", 1, {}, metric=None)
+        _rewrite(folder / "policy" / "__1_0.distcp", lambda content: bytes([content[0] ^ 1]) + content[1:])
+        flipped = _error_of(lambda: Policy.build(cfg).load(folder))
+        _rewrite(folder / "policy" / "__1_0.distcp", lambda content: b"\xff" * len(content))
+        return {"flipped": flipped, "unreadable": _error_of(lambda: Policy.build(cfg)._load_state(folder))}
+
+
+def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """By one rank, before any other goes on."""
+    if dist.get_rank() == 0:
+        path.write_bytes(change(path.read_bytes()))
+    dist.barrier()
+
+
+def _error_of(load: Callable[[], object]) -> str:
+    try:
+        load()
+    except checkpoint.CheckpointError as error:
+        return str(error)
     return "no error"
 
 
 def _full(paths: dict[bool, str], runs: Path) -> str:
     """What saving says when files cannot grow beyond what fits: a limit of this process plays the full disk."""
-    from megatron_rl.policy.checkpoint import CheckpointError
     from megatron_rl.policy.policy import Policy
 
     cfg = _config(paths, "tp2", TP2)
@@ -173,12 +175,9 @@ def _full(paths: dict[bool, str], runs: Path) -> str:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         try:
-            policy.save(runs / "full", 1, {}, metric=None)
-        except CheckpointError as error:
-            return str(error)
+            return _error_of(lambda: policy.save(runs / "full", 1, {}, metric=None))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return "no error"
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +215,15 @@ def test_what_the_loop_gave_along_comes_back_on_every_rank(found):
         assert rank["tp2->pp2"]["extra"] == {"progress": {"step": BEFORE}, "controller": b"state"}
 
 
-def test_a_checkpoint_with_changed_bytes_is_damaged_on_every_rank(found):
+def test_one_changed_bit_is_found_by_its_reader_and_told_by_every_rank(found):
     for rank in found:
-        assert "step-000001/policy cannot be read" in rank["damaged"]
-        assert "the checkpoint is damaged" in rank["damaged"]
+        assert "step-000001/policy/__1_0.distcp has the right size but not the bytes" in rank["damaged"]["flipped"]
+        assert "the checkpoint is damaged" in rank["damaged"]["flipped"]
+
+
+def test_a_checkpoint_that_torch_cannot_read_is_damaged_on_every_rank(found):
+    for rank in found:
+        assert "step-000001/policy cannot be read" in rank["damaged"]["unreadable"]
 
 
 def test_a_checkpoint_for_which_there_is_no_room_fails_on_every_rank_and_is_never_found(found, runs):

@@ -9,13 +9,15 @@ import pytest
 
 from megatron_rl.policy import checkpoint
 from megatron_rl.policy.checkpoint import CheckpointError
+from megatron_rl.policy.digest import HashingStream, digest_of, digest_of_file
 
 
 def write(run_dir, step, metric=None, extra=None, content=b"weights"):
     folder = checkpoint.begin(run_dir, step)
     (folder / "policy").mkdir()
     (folder / "policy" / "data.distcp").write_bytes(content)
-    return checkpoint.complete(run_dir, step, extra or {}, metric=metric, layout={"sizes": 1}, config_hash="abc")
+    facts = {"metric": metric, "layout": {"sizes": 1}, "config_hash": "abc"}
+    return checkpoint.complete(run_dir, step, extra or {}, **facts, digests={})
 
 
 def names(run_dir):
@@ -28,7 +30,7 @@ def test_a_completed_checkpoint_has_its_manifest_and_gives_back_what_was_added(t
     assert folder == tmp_path / "checkpoints" / "step-000020"
     manifest = checkpoint.verify(folder)
     assert (manifest.step, manifest.metric, manifest.config_hash, manifest.layout) == (20, 0.25, "abc", {"sizes": 1})
-    assert manifest.files == {
+    assert {name: facts.size for name, facts in manifest.files.items()} == {
         "policy/data.distcp": 7,
         "extra/controller.bin": 2,
         "extra/progress.json": len(json.dumps(extra["progress"])),
@@ -63,7 +65,7 @@ def test_a_failure_while_completing_leaves_the_older_checkpoint_as_the_latest(tm
     write(tmp_path, 1)
     checkpoint.begin(tmp_path, 2)
     with pytest.raises(TypeError):
-        checkpoint.complete(tmp_path, 2, {"bad": object()}, metric=None, layout={}, config_hash="")
+        checkpoint.complete(tmp_path, 2, {"bad": object()}, metric=None, layout={}, config_hash="", digests={})
     assert checkpoint.latest(tmp_path).name == "step-000001"
     checkpoint.verify(checkpoint.latest(tmp_path))
 
@@ -76,22 +78,71 @@ def test_writing_a_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["step-000005", "step-000006"]
 
 
+def flip(path):
+    """Change one bit; the size stays."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: (f / "policy/data.distcp").unlink(), r"policy/data\.distcp is missing.*resume-from 1"),
         (lambda f: (f / "policy/data.distcp").write_bytes(b"w"), r"distcp has 1 bytes instead of 7.*--resume-from 1"),
+        (lambda f: flip(f / "policy/data.distcp"), r"data\.distcp has the right size but not the bytes.*resume-from 1"),
+        (lambda f: flip(f / "extra/progress.json"), r"progress\.json has the right size but not the.*resume-from 1"),
+        (lambda f: (f / "policy/other").touch(), r"policy/other does not belong to this checkpoint.*move it away"),
         (lambda f: (f / "manifest.json").unlink(), r"manifest\.json cannot be read \(No such file.*resume-from 1"),
         (lambda f: (f / "manifest.json").write_text('{"step": 1'), r"manifest\.json is not a manifest.*resume-from 1"),
         (lambda f: (f / "manifest.json").write_text("[]"), r"manifest\.json is not a manifest.*resume-from 1"),
+        (lambda f: flip(f / "manifest.json"), r"manifest\.json is not a manifest.*resume-from 1"),
     ],
 )
 def test_damage_is_named_with_the_checkpoint_to_go_on_from(tmp_path, damage, message):
     write(tmp_path, 1)
-    folder = write(tmp_path, 2)
+    folder = write(tmp_path, 2, extra={"progress": {"step": 2}})
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.verify(folder)
+        read_all(folder)
+
+
+def read_all(folder, parts=3):
+    checkpoint.verify(folder)
+    for part in range(parts):
+        checkpoint.verify_contents(folder, part, parts)
+
+
+def test_any_changed_byte_of_a_manifest_is_noticed(tmp_path):
+    folder = write(tmp_path, 2)
+    whole = (folder / "manifest.json").read_bytes()
+    for place in range(len(whole)):
+        (folder / "manifest.json").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match="is not a manifest"):
+            checkpoint.verify(folder)
+
+
+def test_every_file_is_some_rank_s_share(tmp_path):
+    folder = write(tmp_path, 1, extra={"progress": {}})
+    flip(folder / "policy/data.distcp")
+    for parts in (1, 2, 5):
+        found = []
+        for part in range(parts):
+            try:
+                checkpoint.verify_contents(folder, part, parts)
+            except CheckpointError as error:
+                found.append(str(error))
+        assert len(found) == 1
+
+
+def test_a_hash_taken_while_writing_is_that_of_the_file(tmp_path):
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        stream = HashingStream(file)
+        for part in (b"", b"ab", memoryview(b"c")):
+            stream.write(part)
+        assert stream.tell() == 3
+    assert stream.hexdigest() == digest_of_file(path) == digest_of(b"abc")
 
 
 def test_what_the_loop_gave_along_is_named_when_its_content_is_damaged(tmp_path):
