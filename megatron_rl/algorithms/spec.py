@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 KL_ESTIMATORS = ("k2", "k3")
+CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.5, 5.0)}
+"""Token corrections and their usual bounds on the ratio of the old to the behaviour policy."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 STDS = ("population", "sample", "none")
 
@@ -19,7 +22,9 @@ class LossSpec:
     """
 
     kind: str = "ppo"
-    """Name in `losses.LOSSES`."""
+    """Name in `losses.LOSSES`, or `module:function` for a loss of one's own."""
+    args: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further keyword arguments of the loss, such as the temperatures of `sapo`."""
     eps_low: float = 0.2
     """Lower clip: acts on ratios below 1 - eps_low. 1 or more switches it off, since ratios are positive."""
     eps_high: float = 0.28
@@ -34,6 +39,29 @@ class LossSpec:
     """Multiply the estimator by the importance ratio to the old policy."""
     entropy_coef: float = 0.0
     """c of the term -c Σ w H; 0 = no entropy needed."""
+    correction: str | None = None
+    """Per-token correction for ρ = exp(old - behaviour): tis, icepop or mis; None = off."""
+    correction_bounds: tuple[float, float] | None = None
+    """Bounds on ρ; None: the usual ones of `CORRECTION_BOUNDS`."""
+    sequence_bounds: tuple[float, float] | None = None
+    """seq_mis: sequences whose geometric-mean ρ lies outside are rejected; None = off."""
+
+    @property
+    def token_bounds(self) -> tuple[float, float]:
+        """The bounds that `correction` uses."""
+        return self.correction_bounds or CORRECTION_BOUNDS[self.correction or "tis"]
+
+    @property
+    def needs_behaviour(self) -> bool:
+        """Whether the loss reads the log-probs of the engine."""
+        return self.correction is not None or self.sequence_bounds is not None
+
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether `policy_loss` must be told which sequence each token belongs to, and see whole sequences."""
+        from .losses.registry import find_loss
+
+        return self.sequence_bounds is not None or find_loss(self.kind).sequence_terms is not None
 
     def __post_init__(self) -> None:
         for name in ("eps_low", "eps_high", "kl_coef", "entropy_coef"):
@@ -48,6 +76,12 @@ class LossSpec:
                 f"kl_estimator={self.kl_estimator!r}: a loss takes {' or '.join(KL_ESTIMATORS)}; k1 has zero expected "
                 "gradient there and only makes sense in the reward"
             )
+        if self.correction is not None and self.correction not in CORRECTION_BOUNDS:
+            raise ValueError(f"correction={self.correction!r}: use one of {', '.join(CORRECTION_BOUNDS)}, or None")
+        for name in ("correction_bounds", "sequence_bounds"):
+            bounds = getattr(self, name)
+            if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+                raise ValueError(f"{name}={bounds}: write two ratios, 0 <= lower < upper")
 
     @classmethod
     def from_config(cls, algorithm: Any) -> LossSpec:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.algorithms.losses import LOSSES, LossInputs, policy_loss
+from megatron_rl.algorithms.losses import LOSSES, Loss, LossInputs, policy_loss
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.quickstart import Quickstart, write_quickstart
@@ -105,7 +105,7 @@ def test_the_loss_example_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     scope = {"__name__": "megatron_rl.algorithms.losses.mine", "__package__": "megatron_rl.algorithms.losses"}
     exec(code, scope)  # our own page
     assert scope["LossInputs"] is LossInputs
-    monkeypatch.setitem(LOSSES, "mine", scope["token_loss"])
+    monkeypatch.setitem(LOSSES, "mine", Loss(scope["token_loss"]))
     log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     loss, _ = policy_loss(
         log_probs,

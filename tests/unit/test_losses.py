@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.losses import DUAL, FREE, HIGH, LOSSES, LOW, policy_loss
+from megatron_rl.algorithms.losses import DUAL, FREE, HIGH, LOSSES, LOW, Loss, policy_loss
 from megatron_rl.algorithms.spec import LossSpec
 
 PROPERTY = settings(max_examples=50, deadline=None)
@@ -260,7 +260,7 @@ def test_a_tensor_of_another_shape_is_named():
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"loss='pppo'.*nll, ppo"):
+    with pytest.raises(ValueError, match=r"loss='pppo'.*did you mean 'ppo'.*nll, opmd, ppo"):
         policy_loss(torch.zeros(1), LossSpec(kind="pppo"), weights=torch.ones(1))
 
 
@@ -268,7 +268,7 @@ def test_a_loss_is_added_by_one_line_in_the_registry(monkeypatch):
     def reinforce(inputs, spec):
         return -inputs.log_probs * inputs.require_advantages("reinforce"), torch.zeros(24, dtype=torch.int8)
 
-    monkeypatch.setitem(LOSSES, "reinforce", reinforce)
+    monkeypatch.setitem(LOSSES, "reinforce", Loss(reinforce))
     tokens = random_tokens(seed=9)
     loss, _ = policy_loss(tokens.pop("log_probs"), LossSpec(kind="reinforce"), **tokens)
     assert math.isfinite(float(loss))

@@ -16,15 +16,19 @@ from .inputs import DUAL, FREE, HIGH, LOW, LossInputs
 
 
 def token_loss(inputs: LossInputs, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """Loss [T] and flags int8 [T].
+    """Loss [T] and flags int8 [T]."""
+    ratio = safe_exp(inputs.log_probs - inputs.old_log_probs)
+    return clipped_surrogate(ratio, inputs.require_advantages("ppo"), spec)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """Loss [T] and flags int8 [T] of any ratio [T].
 
     The minimum lets only the upper bound act when A > 0 and only the lower one (with the dual bound above it) when
     A < 0. Written that way, r -> A · (bounded r) has one branch per token, and no tie between two equal arguments of a
     minimum splits its gradient.
     """
-    advantages = inputs.require_advantages("ppo")
     low, high = 1.0 - spec.eps_low, 1.0 + spec.eps_high
-    ratio = safe_exp(inputs.log_probs - inputs.old_log_probs)
     positive, negative = advantages > 0, advantages < 0
     bounded = torch.where(positive, ratio.clamp(max=high), ratio.clamp(min=low, max=spec.dual_clip))
     flags = torch.full_like(ratio, FREE, dtype=torch.int8)
