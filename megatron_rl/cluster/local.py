@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 from megatron_rl.config import Config, dump
 
+from .ports import free_port
 from .processes import EXIT_RESUMABLE, Role, start, stop
 from .resume import Resume, require_same_run
 from .run_dir import RunDir
@@ -81,7 +81,7 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
             roles.append(start("engine", replica, argv, env, run.log("engine", replica), lock=lock))
     argv = [*python, "megatron_rl.cli", "rollout", "--config", str(run.config)]
     roles.append(start("controller", 0, argv, env, run.log("controller", 0), lock=lock))
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     world = cfg.parallel.world_size or 1
     for rank in range(world):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **rendezvous}
@@ -105,12 +105,6 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
 def _environment() -> dict[str, str]:
     """The caller's environment; one thread per process, since the ranks already fill the cores."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONUNBUFFERED": "1"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float) -> int:

@@ -2,7 +2,7 @@
 
     score(items) -> queue -> one task per worker: send a few jobs -> one answer after the other -> results, in order
                                        |  late: kill the worker, this item is NaN, the jobs behind it go to a new one
-                                       |  dead: the same, with how it ended
+                                       |  dead: a new worker tries the item once more; NaN if that dies as well
 
 A task waits for: a job in the queue (no deadline: nothing to do), a worker to start (START_TIMEOUT_S), an answer
 (`reward.timeout_s` each). A failed item is data, not an exception, unless `reward.on_error: fail`.
@@ -59,6 +59,7 @@ class RewardCounters:
 class _Job:
     item: Item
     done: asyncio.Future[Outcome]
+    has_ended_a_worker: bool = False
 
 
 class RewardPool:
@@ -190,14 +191,22 @@ class RewardPool:
             except WorkerDied as error:
                 self.counters.worker_deaths += 1
                 reason = f"the worker process died ({error})"
+                if not job.has_ended_a_worker:
+                    # Whoever killed it, an operator or the system for want of memory, need not have meant this item.
+                    job.has_ended_a_worker = True
+                    await self._lose(worker)
+                    return jobs[index:]
             else:
                 _resolve(job, outcome)
                 continue
-            self._workers.discard(worker)
             _resolve(job, self._nothing(reason))
-            await worker.kill()
+            await self._lose(worker)
             return jobs[index + 1 :]
         return []
+
+    async def _lose(self, worker: PoolWorker) -> None:
+        self._workers.discard(worker)
+        await worker.kill()
 
     def _nothing(self, reason: str) -> Outcome:
         count = len(self._components)

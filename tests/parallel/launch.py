@@ -18,7 +18,6 @@ import pickle
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.cluster.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
@@ -172,7 +173,7 @@ def _tend() -> None:
                 if not line:
                     return
                 order = json.loads(line)
-                folder, world_size, port = Path(order["folder"]), order["world_size"], _free_port()
+                folder, world_size, port = Path(order["folder"]), order["world_size"], free_port()
                 ranks = {_fork(folder, rank, world_size, port, fork_only): rank for rank in range(world_size)}
                 children |= {pid: folder / f"exit-{rank}" for pid, rank in ranks.items()}
                 print(json.dumps(list(ranks)), flush=True)
@@ -226,12 +227,6 @@ def _fork(folder: Path, rank: int, world_size: int, port: int, fork_only: bool) 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not the nursery's own clean-up
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run_rank(folder: Path, rank: int) -> None:

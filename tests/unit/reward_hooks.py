@@ -1,6 +1,7 @@
 """Verifiers of a user as the tests of the reward pool need them; loaded by worker processes as `module:function`."""
 
 import os
+import signal
 import sys
 import time
 
@@ -20,6 +21,9 @@ def obey(response, record):
         return 10 ** (10**10)  # one computation inside C that no signal handler interrupts
     elif word == "die":
         os._exit(3)
+    elif word == "die_once" and not os.path.exists(argument):
+        open(argument, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
     elif word == "raise":
         raise LookupError(f"no\n {argument}")
     elif word == "exit":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.cluster import ports
+from megatron_rl.cluster.ports import EPHEMERAL, free_port
 from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.resume import require_same_run
@@ -222,3 +225,19 @@ def test_a_failure_is_told_without_what_an_earlier_start_wrote(tmp_path: Path) -
     role.process.wait(20)
     assert "the new reason" in role.describe_exit()
     assert "an old reason" not in role.describe_exit()
+
+
+def test_a_free_port_is_none_that_the_system_gives_away_by_itself() -> None:
+    first_ephemeral = int(EPHEMERAL.read_text().split()[0])
+    ports = {free_port() for _ in range(20)}
+    assert len(ports) > 1
+    assert all(port < first_ephemeral for port in ports)
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(ports, "LOWEST", taken.getsockname()[1])
+        monkeypatch.setattr(ports, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
+        with pytest.raises(OSError, match="in use"):
+            free_port()

@@ -89,7 +89,8 @@ def test_a_verifier_past_its_deadline_is_killed_and_costs_one_item(hostile):
             (before,) = await pool.score(items("pid"))
             family = [int(before.total)]
             scoring = asyncio.create_task(pool.score(items("ok", hostile, "ok", "ok")))
-            await asyncio.sleep(0.5)
+            while hostile == "child" and not psutil.Process(family[0]).children() and not scoring.done():
+                await asyncio.sleep(0.01)
             family += [child.pid for child in psutil.Process(family[0]).children(recursive=True)]
             results = await scoring
             wait_until_gone(family)
@@ -104,11 +105,18 @@ def test_a_verifier_past_its_deadline_is_killed_and_costs_one_item(hostile):
     assert family == (2 if hostile == "child" else 1)
 
 
-def test_a_worker_that_dies_costs_one_item():
+def test_an_item_that_ends_two_workers_is_given_up_and_costs_no_other():
     results, pool = run(score(config(f"{HOOKS}:obey"), ["ok", "die", "ok", "die"]))
     assert [result.finite for result in results] == [True, False, True, False]
     assert "the worker process died (exit status 3)" in results[1].errors[f"{HOOKS}:obey"]
-    assert pool.counters.worker_deaths == 2
+    assert pool.counters.worker_deaths == 4
+
+
+def test_a_worker_that_was_killed_costs_nothing(tmp_path):
+    responses = ["ok", f"die_once {tmp_path}/mark", "ok", "1234"]
+    results, pool = run(score(config(f"{HOOKS}:obey", "exact"), responses))
+    assert [result.total for result in results] == [0.5, 0.5, 0.5, 1.5]
+    assert (pool.counters.worker_deaths, pool.counters.errors) == (1, 0)
 
 
 def test_a_verifier_that_raises_is_logged_a_few_times_and_counted(caplog):
