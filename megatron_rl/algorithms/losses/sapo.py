@@ -23,5 +23,5 @@ def token_loss(
     """Loss [T]; τ is `tau_positive` where A > 0, else `tau_negative`. Nothing is clipped."""
     advantages = inputs.require_advantages("sapo")
     ratio = safe_exp(inputs.log_probs - inputs.old_log_probs)
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
     return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
