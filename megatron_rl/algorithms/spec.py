@@ -85,16 +85,21 @@ class LossSpec:
 
     @classmethod
     def from_config(cls, algorithm: Any) -> LossSpec:
-        """The spec of a config section `algorithm` (or of any object with these attributes)."""
+        """The spec of a config section `algorithm`. A KL term that acts on the reward is not in the loss."""
+        in_reward = algorithm.kl_place == "reward"
         return cls(
             kind=algorithm.loss,
+            args=algorithm.loss_args,
             eps_low=algorithm.eps_low,
             eps_high=algorithm.eps_high,
             dual_clip=algorithm.dual_clip,
-            kl_coef=algorithm.kl_coef,
-            kl_estimator=algorithm.kl_estimator,
+            kl_coef=0.0 if in_reward else algorithm.kl_coef,
+            kl_estimator="k3" if in_reward else algorithm.kl_estimator,
             kl_unbiased=algorithm.kl_unbiased,
             entropy_coef=algorithm.entropy_coef,
+            correction=algorithm.token_correction,
+            correction_bounds=algorithm.correction_bounds,
+            sequence_bounds=algorithm.seq_mis_bounds,
         )
 
 

@@ -6,6 +6,7 @@ YAML files may name a parent with `extends:` (relative to themselves). OmegaConf
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -126,7 +127,15 @@ def _explain(error: dict[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{key}: {message}"
-    return f"{key}={_short(error['input'])}: {message[0].lower() + message[1:]}"
+    hint = _nearest_value(error) if error["type"] == "literal_error" else ""
+    return f"{key}={_short(error['input'])}: {message[0].lower() + message[1:]}{hint}"
+
+
+def _nearest_value(error: dict[str, Any]) -> str:
+    """The closest of the allowed words."""
+    allowed = re.findall(r"'([^']*)'", str(error["ctx"]["expected"]))
+    close = difflib.get_close_matches(str(error["input"]), allowed, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _short(value: Any) -> str:

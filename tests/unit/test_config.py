@@ -104,7 +104,7 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
         ({"algorithm__preset": "dpo"}, "algorithm.preset='dpo'"),
         ({"algorithm__eps_low": -0.1}, "algorithm.eps_low=-0.1"),
         ({"algorithm__dual_clip": 0.5}, "algorithm.dual_clip=0.5"),
-        ({"algorithm__kl_estimator": "k1"}, "algorithm.kl_estimator='k1'"),
+        ({"algorithm__kl_estimator": "k1"}, "kl_estimator=k1"),
         ({"rollout__top_p": 0.9}, "set top_p=1.0"),
         ({"rollout__top_k": 20}, "set top_k=-1"),
         ({"rollout__overlong_cache": 129}, "longer than max_response_tokens=128"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Required, TypedDict
 
 from torch import Tensor
 
@@ -29,6 +30,19 @@ class Sequences:
         masked = terms.detach().double().where(trainable, 0.0)
         sums = masked.new_zeros(len(terms), len(self.lengths)).index_add_(1, self.index, masked)
         return sums if self.sum_over_ranks is None else self.sum_over_ranks(sums)
+
+
+class TokenTensors(TypedDict, total=False):
+    """The keywords of `policy_loss`, where they are explained."""
+
+    weights: Required[Tensor]
+    old_log_probs: Tensor | None
+    advantages: Tensor | None
+    behaviour_log_probs: Tensor | None
+    reference_log_probs: Tensor | None
+    entropy: Tensor | None
+    trainable: Tensor | None
+    sequences: Sequences | None
 
 
 @dataclass(frozen=True)
