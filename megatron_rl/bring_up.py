@@ -23,7 +23,7 @@ from megatron_rl.policy.model import ModelError
 from megatron_rl.policy.policy import Policy, PolicyError
 from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.dump import remove_dumps_from
-from megatron_rl.rollout.endpoint import engine_urls
+from megatron_rl.rollout.endpoint import engine_logs, engine_urls
 from megatron_rl.rollout.ledger import Ledger, LedgerError
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
@@ -84,10 +84,11 @@ def cut_back(run_dir: Path, resume_from: Path | None) -> None:
 def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Path | None) -> Session:
     zero = RankZero(dist.distributed_c10d._get_default_store(), rank)
     policy = Policy.build(cfg)
-    controller = ControllerClient(cfg.run_dir, timeout_s=cfg.cluster.start_timeout_s)
+    controller = ControllerClient(cfg.run_dir, cfg.cluster.start_timeout_s, cfg.cluster.controller_timeout_s)
     urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
     patience = 0.0 if cfg.engine.urls else cfg.engine.ready_timeout_s  # those have no supervisor of ours
-    engines = EngineControl(urls, timeout_s=cfg.engine.update_timeout_s, patience_s=patience)
+    logs = engine_logs(cfg.run_dir, urls)
+    engines = EngineControl(urls, timeout_s=cfg.engine.update_timeout_s, patience_s=patience, logs=logs)
     return Session(cfg, policy, controller, engines, zero, recorder, resume_from)
 
 

@@ -41,11 +41,12 @@ class RolloutFeed:
 
     def __init__(self, cfg: Config, client: ControllerClient, zero: RankZero) -> None:
         self._cfg, self._client, self._zero = cfg, client, zero
+        self._timeout_s = cfg.cluster.controller_timeout_s + 30  # the other ranks are told what rank 0 waited for
         self._dp_rank, self._leader = data_parallel_rank(), is_data_parallel_leader()
 
     def start(self, step: int) -> None:
         """The engines hold the weights of `step`: its rollouts may be generated."""
-        self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), 60)
+        self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), self._timeout_s)
 
     def wait(self, step: int, interrupted: Callable[[], bool]) -> bool:
         """Until the controller has a whole batch for `step` (True), or `interrupted()` on rank 0 (False).
@@ -57,7 +58,7 @@ class RolloutFeed:
         def poll() -> bool:
             return self._client.wait_ready(step, timeout, interrupted).status == "ready"
 
-        return self._zero.run(f"rollouts of step {step}", poll, timeout + 30)
+        return self._zero.run(f"rollouts of step {step}", poll, timeout + self._timeout_s)
 
     def pull(self, step: int) -> tuple[RolloutTable, list[LocalUpdate]]:
         """The step's table, and this rank's share of each update."""
@@ -67,7 +68,7 @@ class RolloutFeed:
 
     def done(self, step: int) -> None:
         """The step was trained: its prompts count as trained, its samples are dumped."""
-        self._zero.run(f"end of step {step}", lambda: self._client.done(step), 120)
+        self._zero.run(f"end of step {step}", lambda: self._client.done(step), self._timeout_s)
 
     def _pull_update(self, step: int, update: Update) -> LocalUpdate:
         rows = update.samples[update.local(self._dp_rank)].tolist()

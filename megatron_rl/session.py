@@ -269,11 +269,11 @@ class Session:
             lambda: self._controller.evaluate(
                 label=label, step=step, prompts=prompts, samples_per_prompt=samples, timeout_s=timeout
             ),
-            timeout + 30,
+            timeout + self.cfg.cluster.controller_timeout_s + 30,
         )
 
-    def _on_zero(self, what: str, call: Any, timeout_s: float = 120.0) -> Any:
-        return self._zero.run(what, call, timeout_s)
+    def _on_zero(self, what: str, call: Any, timeout_s: float | None = None) -> Any:
+        return self._zero.run(what, call, timeout_s or self.cfg.cluster.controller_timeout_s + 30)
 
     def _stage(self, name: str, total: int, done: int = 0) -> None:
         if self._recorder and self._shown != name:

@@ -14,6 +14,8 @@ class ClusterConfig(Section):
     """Deadline of one collective between trainer ranks."""
     start_timeout_s: Seconds = 300.0
     """Deadline for controller and engines to come up."""
+    controller_timeout_s: Seconds = 120.0
+    """Deadline of one answer of the controller to the trainer."""
     stop_timeout_s: Seconds = 30.0
     """Time given to a process to end by itself before it is killed."""
     max_engine_restarts: int = Field(3, ge=0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import aiohttp
@@ -51,6 +52,7 @@ class EngineClient:
         retries: further attempts after a transport error ...
         patience_s: ... and as many more as fit into this time: an engine may be restarting.
         api_key: bearer token of the engines, if they want one.
+        logs: by URL, where an engine writes its log; messages say so.
     """
 
     def __init__(
@@ -63,12 +65,13 @@ class EngineClient:
         retries: int = 3,
         patience_s: float = 0.0,
         api_key: str | None = None,
+        logs: Mapping[str, Path] | None = None,
     ) -> None:
         self._router = Router([url.rstrip("/") for url in urls])
         self._gate = Gate(concurrency)
         self._vocab_size, self._timeout_s = vocab_size, request_timeout_s
         self._stop = stop_all(stop_after_attempt(retries + 1), stop_after_delay(patience_s))
-        self._api_key = api_key
+        self._api_key, self._logs = api_key, logs or {}
         self._session: aiohttp.ClientSession | None = None
         self.transport_errors = 0
 
@@ -106,7 +109,8 @@ class EngineClient:
                 await self._abort(groups)
                 raise EngineError(
                     f"engine {where}: no answer to /generate for {groups[0]}* ({len(prompts)} sequences) within "
-                    f"{self._timeout_s:g} s (rollout.request_timeout_s); look at its log, or raise the deadline"
+                    f"{self._timeout_s:g} s (rollout.request_timeout_s); look at {self._logs.get(where, 'its log')}, "
+                    "or raise the deadline"
                 ) from None
             except asyncio.CancelledError:
                 await self._abort(groups)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,16 +31,24 @@ class EngineControl:
         timeout_s: deadline of one call to this class, over all replicas and steps.
         patience_s: how long a weight update waits for a replica that cannot be reached: it may be restarting.
         api_key: bearer token of the engines, if they want one.
+        logs: by URL, where an engine writes its log; messages say so.
 
     Raises (all methods):
         EngineError: naming every engine that failed, the step, and what it said.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, timeout_s: float = 600.0, patience_s: float = 0.0, api_key: str | None = None
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float = 600.0,
+        patience_s: float = 0.0,
+        api_key: str | None = None,
+        logs: Mapping[str, Path] | None = None,
     ) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self._timeout_s, self._patience_s, self._api_key = timeout_s, patience_s, api_key
+        self._logs = logs or {}
 
     def update_from_disk(self, path: str | Path, version: int) -> str | None:
         """Load the weights at `path` (a Hugging Face directory that the engines can read) as `version` everywhere.
@@ -99,9 +107,11 @@ class EngineControl:
                 async with asyncio.timeout(self._timeout_s):
                     return await action(calls)
             except TimeoutError:
+                late = sorted(calls.waiting)
+                logs = [str(self._logs[url]) for url in late if url in self._logs]
                 raise EngineError(
                     f"{what}: step {calls.step}: not finished within {self._timeout_s:g} s; waiting for "
-                    f"{', '.join(sorted(calls.waiting)) or 'nothing'}; look at the log of that engine"
+                    f"{', '.join(late) or 'nothing'}; look at {', '.join(logs) or 'the log of that engine'}"
                 ) from None
 
 

@@ -47,7 +47,7 @@ from megatron_rl.rewards.registry import required_keys
 
 from .client import EngineClient
 from .dump import remove_dumps_from, rollout_file, write_dump
-from .endpoint import Endpoint, engine_urls, publish
+from .endpoint import Endpoint, engine_logs, engine_urls, publish
 from .evaluation import Evaluator
 from .generate import GroupMaker
 from .ledger import Entry, Ledger
@@ -201,6 +201,7 @@ async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
         request_timeout_s=rollout.request_timeout_s,
         retries=rollout.retries,
         patience_s=0.0 if engine.urls else engine.ready_timeout_s,
+        logs=engine_logs(cfg.run_dir, urls),
     )
     async with client, RewardPool(cfg.reward) as verifiers:
         controller = Controller(cfg, prompts, client, verifiers)

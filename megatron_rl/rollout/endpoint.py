@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def engine_urls(
     Raises:
         TimeoutError: not all have published after `timeout_s`; the message names the missing files.
     """
-    files = [Path(run_dir) / "endpoints" / f"engine-{i}.json" for i in range(replicas)]
+    files = [_engine_file(run_dir, i) for i in range(replicas)]
     deadline = time.monotonic() + timeout_s
     while missing := [str(f) for f in files if not f.exists()]:
         if time.monotonic() >= deadline:
@@ -61,3 +61,16 @@ def engine_urls(
             )
         sleep(POLL_S)
     return [str(json.loads(f.read_text())["url"]) for f in files]
+
+
+def engine_logs(run_dir: str | Path, urls: Sequence[str]) -> dict[str, Path]:
+    """Where the engines at `urls`, of which the run started number i at place i, write their logs.
+
+    Empty for servers that run elsewhere: they have published nothing here.
+    """
+    logs = Path(run_dir) / "logs"
+    return {url: logs / f"engine-{i}.log" for i, url in enumerate(urls) if _engine_file(run_dir, i).exists()}
+
+
+def _engine_file(run_dir: str | Path, replica: int) -> Path:
+    return Path(run_dir) / "endpoints" / f"engine-{replica}.json"

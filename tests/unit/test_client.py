@@ -6,6 +6,7 @@ import asyncio
 import math
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,13 +169,16 @@ def test_a_request_that_gets_no_answer_ends_at_its_deadline_and_is_aborted():
     async def run() -> tuple[Any, FakeEngine]:
         engine = FakeEngine()
         engine.always = engine.hang()
-        async with engine, client_of(engine, request_timeout_s=0.2) as client:
+        async with (
+            engine,
+            client_of(engine, request_timeout_s=0.2, logs={engine.url: Path("RUN/engine-0.log")}) as client,
+        ):
             outcome = await asyncio.gather(client.generate(group(), SETTINGS), return_exceptions=True)
             return outcome[0], engine
 
     outcome, engine = asyncio.run(run())
     assert isinstance(outcome, EngineError)
-    assert "within 0.2 s (rollout.request_timeout_s)" in str(outcome)
+    assert "within 0.2 s (rollout.request_timeout_s); look at RUN/engine-0.log" in str(outcome)
     assert engine.url in str(outcome)
     assert engine.paths() == ["/generate", "/abort_request"]
 

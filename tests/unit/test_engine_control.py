@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ def update(*engines: FakeEngine, timeout_s: float = 5.0) -> Any:
             for engine in engines:
                 await engine.__aenter__()
             try:
-                control = EngineControl([e.url for e in engines], timeout_s=timeout_s)
+                logs = {engine.url: Path(f"RUN/logs/engine-{i}.log") for i, engine in enumerate(engines)}
+                control = EngineControl([*logs], timeout_s=timeout_s, logs=logs)
                 await asyncio.to_thread(control.update_from_disk, "/weights/v000003", 3)
             except EngineError as error:
                 return error
@@ -97,6 +99,7 @@ def test_an_engine_that_does_not_answer_is_named_at_the_deadline():
     dead._handle = hang  # type: ignore[method-assign]
     error = update(good, dead, timeout_s=0.3)
     assert "step pause_generation: not finished within 0.3 s" in str(error)
+    assert "look at RUN/logs/engine-1.log;" in str(error)
     assert dead.url in str(error)
     assert good.url not in str(error)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.rollout.endpoint import Endpoint, controller_file, engine_urls, publish, read
+from megatron_rl.rollout.endpoint import Endpoint, controller_file, engine_logs, engine_urls, publish, read
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from tests.tiny import tiny_tokenizer
 from tests.unit.fake_sglang import FakeEngine, says
@@ -81,6 +81,12 @@ def test_engines_that_do_not_appear_are_named(tmp_path):
     assert engine_urls(tmp_path, 1, 0.0) == ["http://a"]
     with pytest.raises(TimeoutError, match=r"engine-1\.json"):
         engine_urls(tmp_path, 2, 0.1)
+
+
+def test_only_engines_that_the_run_has_started_have_their_logs_here(tmp_path):
+    (tmp_path / "endpoints").mkdir()
+    (tmp_path / "endpoints" / "engine-1.json").write_text('{"url": "http://b"}')
+    assert engine_logs(tmp_path, ["http://a", "http://b"]) == {"http://b": tmp_path / "logs" / "engine-1.log"}
 
 
 def test_a_request_without_the_token_is_refused(tmp_path, model):
