@@ -124,7 +124,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, recipe: Recipe) -> tupl
         loss = -torch.minimum(r * a, r.clamp(low, high) * a)
         flag = "high" if a > 0 and r > high else "low" if a < 0 and r < low else ""
         if recipe.dual_clip is not None and a < 0 and r > recipe.dual_clip:
-            loss, flag = -recipe.dual_clip * a, "dual"
+            loss, flag = torch.minimum(loss, -recipe.dual_clip * a), "dual"
         losses.append(loss)
         flags.append(flag)
     return torch.stack(losses), flags
