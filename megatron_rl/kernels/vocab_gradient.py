@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .vocab_rows import Rows, Scratch
+from .vocab_rows import FLOOR, Rows, Scratch, denominator, softmax_
 
 
 def logits_gradient(
@@ -21,44 +21,77 @@ def logits_gradient(
     grad: Tensor | None,
     entropy: Tensor,
     entropy_grad: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Gradient [T, W] in the logits' dtype, rounded once; exactly 0 in masked rows and padding columns.
+    """Gradient [T, W], rounded once; exactly 0 in masked rows, padding columns and rows with zero gradients.
+
+    The logits of rows whose gradients are both 0 are not read.
 
     Args:
         rows: the live rows. maximum: [n], m of this slice. log_norm, entropy: [n], of `Merged`.
-        kept: [n, valid], exp(z) of the forward pass; None: it is recomputed.
+        kept: [n, valid], the softmax that `vocab_statistics` kept; None: it is recomputed.
         grad, entropy_grad: [n], gradients of the loss by log_prob and by H; None: not in the loss.
+        out: [T, W] to be written as a whole, e.g. the logits' own memory: `rows.logits`, or a narrower dtype over the
+            front of each of its rows. None: a new tensor in the logits' dtype.
     """
-    out = torch.empty_like(rows.logits) if rows.index is None else torch.zeros_like(rows.logits)
-    out[:, rows.valid :] = 0
-    if rows.valid == 0:
-        return out
+    out = torch.empty_like(rows.logits) if out is None else out
     grad = torch.zeros_like(log_norm) if grad is None else grad.to(log_norm.dtype)
-    at_target, constant, slope = _coefficients(rows, log_norm, grad, entropy, entropy_grad)
-    column, owned = rows.owned_target()
-    at_target = torch.where(owned, at_target, 0.0)
-    maximum, scratch, more = maximum.unsqueeze(1), Scratch(log_norm), Scratch(log_norm)
-    in_place = rows.index is None and out.dtype == rows.compute_dtype
-    for block in rows.blocks():
-        target = out[block, : rows.valid]
-        d = target if in_place else scratch.shaped_as(target)
-        if slope is None:
-            e = _shifted(rows, block, maximum, d).exp_() if kept is None else kept[block]
-            torch.mul(e, constant[block], out=d)
-        else:
-            z = _shifted(rows, block, maximum, d)
-            e = torch.exp(z, out=more.shaped_as(z)) if kept is None else kept[block]
-            z.mul_(slope[block]).add_(constant[block]).mul_(e)
-        d.scatter_add_(1, column[block], at_target[block])
-        if rows.index is not None:
-            out[:, : rows.valid].index_copy_(0, rows.index[block], d.to(out.dtype))
-        elif not in_place:
-            target.copy_(d)
+    acts = grad != 0 if entropy_grad is None else (grad != 0) | (entropy_grad != 0)
+    positions = None if bool(acts.all()) else acts.nonzero().squeeze(1)
+    if positions is not None:
+        rows, maximum, log_norm, grad, entropy = (
+            rows.subset(positions),
+            *(values[positions] for values in (maximum, log_norm, grad, entropy)),
+        )
+        entropy_grad = None if entropy_grad is None else entropy_grad[positions]
+    if rows.valid == 0 or rows.target.shape[0] == 0:
+        return out.zero_()
+    _write(rows, out, maximum, kept, positions, *_coefficients(rows, log_norm, grad, entropy, entropy_grad))
+    if rows.index is not None:
+        at_rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, rows.index, False)
+        out[at_rest] = 0
+    out[:, rows.valid :] = 0
     return out
 
 
-def _shifted(rows: Rows, block: slice, maximum: Tensor, out: Tensor) -> Tensor:
-    return rows.shifted(block, rows.columns(block), maximum[block], out)
+def _write(
+    rows: Rows,
+    out: Tensor,
+    maximum: Tensor,
+    kept: Tensor | None,
+    positions: Tensor | None,
+    at_target: Tensor,
+    constant: Tensor,
+    slope: Tensor | None,
+) -> None:
+    """The gradient of `rows` into their rows of out, block by block; whatever else is in out stays."""
+    column, owned = rows.owned_target()
+    at_target = torch.where(owned, at_target, 0.0)
+    scaled, softmaxes, shifted = Scratch(constant), Scratch(constant), Scratch(constant)
+    in_place = rows.index is None and out.dtype == rows.compute_dtype and rows.valid == out.shape[1]
+    for block in rows.blocks():
+        x = rows.scaled(block, scaled)
+        z = None if slope is None else torch.sub(x, maximum[block, None], out=shifted.shaped_as(x))
+        d = out[block] if in_place else softmaxes.shaped_as(x)
+        if kept is None:
+            p = softmax_(x, maximum[block], d)
+        else:
+            p = kept[block] if positions is None else kept.index_select(0, positions[block])
+        s = denominator(p).unsqueeze(1)
+        if z is None or slope is None:
+            torch.mul(p, constant[block] * s, out=d)
+        else:
+            z.clamp_(min=FLOOR[z.dtype]).mul_(slope[block] * s).add_(constant[block] * s)
+            torch.mul(z, p, out=d)
+        d.scatter_add_(1, column[block], at_target[block])
+        if rows.index is not None:
+            _narrow(out, rows.valid).index_copy_(0, rows.index[block], d.to(out.dtype))
+        elif not in_place:
+            _narrow(out, rows.valid)[block] = d
+
+
+def _narrow(out: Tensor, valid: int) -> Tensor:
+    return out if out.shape[1] == valid else out[:, :valid]
 
 
 def _coefficients(

@@ -7,14 +7,17 @@ operator over everything that allocates its result.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 FLOOR = {torch.float32: -64.0, torch.float64: -600.0}
 """x - max is raised to this. Beside the largest term, exp(-64) = 2e-28 is nothing in float32 (-600: in float64), while
--inf * 0 would be NaN, and exp of arguments that underflow takes a hundred times as long on a CPU."""
+-inf * 0 would be NaN."""
+
+MOST_NEGATIVE = -1e20
+"""Stands for the maximum of an empty or all -inf slice: finite, so that differences of maxima are never inf - inf."""
 
 BLOCK_ELEMENTS = {"cpu": 1 << 17}
 """Elements of a block by device type: half a MB of float32 for the second-level cache of a CPU core."""
@@ -49,23 +52,35 @@ class Rows:
         n, step = self.target.shape[0], max(1, elements // max(1, self.valid))
         return (slice(a, min(n, a + step)) for a in range(0, n, step))
 
-    def columns(self, block: slice) -> Tensor:
-        """True-vocabulary columns of a block's rows, [b, valid]; a view when all rows are live."""
-        rows = self.logits[block] if self.index is None else self.logits.index_select(0, self.index[block])
-        return rows[:, : self.valid]
+    def scaled(self, block: slice, scratch: Scratch) -> Tensor:
+        """x / temperature of a block's true columns, [b, valid] contiguous in compute precision.
 
-    def shifted(self, block: slice, x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
-        """`max(x / temperature - maximum [b, 1], FLOOR)` in `out`, in compute precision whatever the logits' dtype."""
-        if self.inverse_temperature is None:
-            torch.sub(x, maximum, out=out)
+        The logits themselves when they are that already, else a copy in `scratch`.
+        """
+        if self.index is None:
+            x = self.logits[block, : self.valid]
         else:
-            torch.mul(x, self.inverse_temperature[block], out=out).sub_(maximum)
-        return out.clamp_(min=FLOOR[out.dtype])
+            x = self.logits.index_select(0, self.index[block])[:, : self.valid]
+        if self.inverse_temperature is not None:
+            return torch.mul(x, self.inverse_temperature[block], out=scratch.shaped_as(x))
+        if x.dtype == self.compute_dtype and x.is_contiguous():
+            return x
+        return scratch.shaped_as(x).copy_(x)
 
     def owned_target(self) -> tuple[Tensor, Tensor]:
         """`(column [n, 1] within the slice, owned [n, 1] bool)` of the targets."""
         column = self.target.clamp(0, self.valid - 1)
         return column.unsqueeze(1), (column == self.target).unsqueeze(1)
+
+    def subset(self, positions: Tensor) -> Rows:
+        """The live rows at `positions` int64 [k] alone."""
+        inverse = self.inverse_temperature
+        return replace(
+            self,
+            target=self.target[positions],
+            index=positions if self.index is None else self.index[positions],
+            inverse_temperature=None if inverse is None else inverse[positions],
+        )
 
 
 class Scratch:
@@ -79,6 +94,26 @@ class Scratch:
         if self._memory.numel() < x.numel():
             self._memory = self._memory.new_empty(x.numel())
         return self._memory[: x.numel()].view(x.shape)
+
+
+def softmax_(x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
+    """Softmax of x [b, valid] within the slice, in `out` (which may be x); 0 in rows that are -inf everywhere.
+
+    PyTorch's fused softmax costs half of what its separate exp alone does on a CPU.
+
+    Args:
+        maximum: [b], the rows' maximum, MOST_NEGATIVE in rows that are -inf everywhere.
+    """
+    torch.softmax(x, 1, out=out)
+    empty = maximum <= MOST_NEGATIVE
+    if bool(empty.any()):
+        out.masked_fill_(empty.unsqueeze(1), 0.0)
+    return out
+
+
+def denominator(p: Tensor) -> Tensor:
+    """s [b] = Σ exp(x - max x) of softmax rows p [b, valid]: the largest of them is exp(0) / s. Finite for rows of 0."""
+    return p.amax(1).reciprocal_().clamp_(max=1e12)
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:

@@ -15,19 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .vocab_rows import Rows, Scratch
-
-MOST_NEGATIVE = -1e20
-"""Stands for the maximum of an empty or all -inf slice: finite, so that differences of maxima are never inf - inf."""
+from .vocab_rows import FLOOR, MOST_NEGATIVE, Rows, Scratch, denominator, softmax_
 
 KEPT_ELEMENTS = 1 << 22
-"""Exponentials of the forward pass are kept for backward up to this many (16 MB), and recomputed beyond."""
+"""The forward pass's softmax is kept for backward up to this many elements (16 MB), and recomputed beyond."""
 
 
 def vocab_statistics(rows: Rows, with_entropy: bool, keep: bool) -> tuple[Tensor, Tensor | None]:
     """`(m, s, y, u)` of every live row, [4, n] in compute precision; u is 0 without entropy.
 
-    With `keep`, also exp(x - m) [n, valid] when it is small enough to be worth its memory, else None.
+    With `keep`, also the softmax within the slice, exp(x - m) / s [n, valid], when it is small enough to be worth its
+    memory, else None.
     """
     n = rows.target.shape[0]
     stats = rows.logits.new_zeros(4, n, dtype=rows.compute_dtype)
@@ -35,27 +33,23 @@ def vocab_statistics(rows: Rows, with_entropy: bool, keep: bool) -> tuple[Tensor
         stats[0] = MOST_NEGATIVE
         return stats, None
     kept = stats.new_empty(n, rows.valid) if keep and n * rows.valid <= KEPT_ELEMENTS else None
-    exponentials, shifted = Scratch(stats), Scratch(stats)
+    scaled, softmaxes, shifted = Scratch(stats), Scratch(stats), Scratch(stats)
     for block in rows.blocks():
-        x = rows.columns(block)
-        e = exponentials.shaped_as(x) if kept is None else kept[block]
-        _block_statistics(rows, block, x, stats[:, block], e, shifted.shaped_as(x) if with_entropy else None)
+        x = rows.scaled(block, scaled)
+        p = softmaxes.shaped_as(x) if kept is None else kept[block]
+        _block_statistics(x, stats[:, block], p, shifted.shaped_as(x) if with_entropy else None)
     stats[2] = _target_logit(rows)
     return stats, kept
 
 
-def _block_statistics(rows: Rows, block: slice, x: Tensor, out: Tensor, e: Tensor, z: Tensor | None) -> None:
-    """m, s, and with scratch z also u, into out [4, b]; exp(x - m) into e [b, valid]."""
-    m = x.amax(1, keepdim=True).to(out.dtype)
-    if rows.inverse_temperature is not None:
-        m = m * rows.inverse_temperature[block]
-    out[0] = m.clamp_(min=MOST_NEGATIVE).squeeze(1)
-    if z is None:
-        rows.shifted(block, x, m, e).exp_()
-    else:
-        torch.exp(rows.shifted(block, x, m, z), out=e)
-        torch.sum(z.mul_(e), 1, out=out[3])
-    torch.sum(e, 1, out=out[1])
+def _block_statistics(x: Tensor, out: Tensor, p: Tensor, z: Tensor | None) -> None:
+    """m, s, and with scratch z also u, into out [4, b]; the softmax of x [b, valid] into p."""
+    m = torch.amax(x, 1).clamp_(min=MOST_NEGATIVE)
+    out[0] = m
+    out[1] = s = denominator(softmax_(x, m, p))
+    if z is not None:
+        torch.sub(x, m.unsqueeze(1), out=z).clamp_(min=FLOOR[z.dtype])
+        torch.mul(z.mul_(p).sum(1), s, out=out[3])
 
 
 def _target_logit(rows: Rows) -> Tensor:
@@ -85,6 +79,10 @@ class Merged:
 
 def combine(stats: Tensor, rank: int) -> Merged:
     """Merge the slices' statistics [P, 4, n] in slice order, the same on every rank; `rank` is this slice."""
+    if stats.shape[0] == 1:
+        m, s, y, u = stats[0].unbind()
+        log_sum = s.log()
+        return Merged(log_prob=(y - m) - log_sum, log_norm=log_sum, entropy=log_sum - u / s)
     m, s, y, u = stats.unbind(1)
     maximum = m.amax(0)
     offset = m - maximum
