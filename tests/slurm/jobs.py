@@ -99,16 +99,16 @@ class Job:
         self.slurm.run("scontrol", "requeue", self.id)
 
     def wait_for_restart(self, restarts: int = 1, *, timeout_s: float) -> None:
-        """Wait until the job runs again, without the two minutes that Slurm lets a requeued job wait."""
+        """Wait until the job has started again, without the two minutes that Slurm lets a requeued job wait."""
 
-        def pending_or_running() -> bool:
+        def started() -> bool:
             fields = self.fields()
-            return int(fields["Restarts"]) >= restarts and fields["JobState"] in ("PENDING", "RUNNING")
+            requeued = int(fields["Restarts"]) >= restarts
+            if requeued and fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
+                self.slurm.run("scontrol", "update", f"jobid={self.id}", "starttime=now")
+            return requeued and fields["JobState"] in ("RUNNING", *ENDED)
 
-        wait_until(pending_or_running, timeout_s, f"restart {restarts} of job {self.id}", self.describe)
-        if self.state == "PENDING":
-            self.slurm.run("scontrol", "update", f"jobid={self.id}", "starttime=now")
-        self.wait_for_state("RUNNING", timeout_s=timeout_s)
+        wait_until(started, timeout_s, f"restart {restarts} of job {self.id}", self.describe)
 
     def steps(self) -> dict[str, str]:
         """Names of the running steps -> their ids within the job."""

@@ -55,6 +55,7 @@ def test_a_child_that_left_the_job_is_found(slurm: MiniSlurm, tmp_path: Path) ->
     os.kill(left, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_silent_node_goes_down_and_comes_back(slurm: MiniSlurm) -> None:
     slurm.kill_slurmd("node4")
     slurm.wait_for_node("node4", "DOWN")
@@ -70,7 +71,7 @@ def test_a_cluster_whose_owner_is_killed_takes_everything_along(slurm: MiniSlurm
     words = dict(word.split("=") for word in owner.stdout.readline().split()[1:])
     mark = f"{MARK}={words[MARK]}"
     nap = script(tmp_path / "a.sh", "setsid sleep 600 & sleep 600\n")
-    slurm.run("sbatch", str(nap), env=words)
+    slurm.run("sbatch", f"--chdir={tmp_path}", str(nap), env=words)
     wait_until(lambda: len(marked(mark)) >= 8, 30, "the job to run")
     owner.send_signal(signal.SIGKILL)
     owner.wait()
