@@ -92,11 +92,19 @@ def train(
 
 
 @app.command()
-def rollout(config: Annotated[Path, typer.Option(help="Resolved configuration of the run.")]) -> None:
+def rollout(
+    config: Annotated[Path, typer.Option(help="Resolved configuration of the run.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = all, known by this node's name.")] = (
+        "127.0.0.1"
+    ),
+    outlive_term: Annotated[
+        bool, typer.Option("--outlive-term", help="End on INT alone: the trainer needs the controller to save.")
+    ] = False,
+) -> None:
     """Run the rollout controller of one run (started by `train`; on clusters, its own step)."""
     from megatron_rl.rollout.controller import run_controller
 
-    run_controller(load_config(config))
+    run_controller(load_config(config), host, outlive_term)
 
 
 @app.command()
@@ -112,21 +120,27 @@ def serve(
     supervised: Annotated[
         bool, typer.Option("--supervised/--unsupervised", help="With --config: start the engine again when it dies.")
     ] = True,
+    per_node: Annotated[
+        int | None, typer.Option(help="As a task of a Slurm step: serve this node's share, so many replicas a node.")
+    ] = None,
+    logs: Annotated[Path, typer.Option(help="With --per-node: folder of the replicas' logs.")] = Path(),
 ) -> None:
     """Serve a model over SGLang's HTTP protocol."""
-    from megatron_rl.cluster.engine_supervisor import supervise_engine
+    from megatron_rl.cluster.engine_supervisor import supervise_engine, supervise_node
     from megatron_rl.engines.serve import options_from_config, serve_embedded, standalone_options
     from megatron_rl.monitor.logs import setup_logging
 
     if config is not None and supervised:
         cfg = load_config(config)
         setup_logging("supervisor", replica, None, cfg.logging.level)  # stderr is the engine's log file
+        if per_node is not None:
+            raise typer.Exit(supervise_node(cfg, config, per_node, host, logs))
         raise typer.Exit(supervise_engine(cfg, config, replica))
     if config is None and model is None:
         raise ConfigError("serve: give --model DIR, or --config of a run")
     try:
         if config is not None:
-            serve_embedded(options_from_config(load_config(config), replica, port))
+            serve_embedded(options_from_config(load_config(config), replica, port, host))
         elif model is not None:
             serve_embedded(standalone_options(model, host, port))
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
-"""Keeps one engine of a run alive: starts it, starts it again when it dies, gives up when it dies too often.
+"""Keeps the engines of one machine alive: starts them, starts one again that died, gives up when it dies too often.
 
-Waits for: the engine's end, without a deadline, since it serves as long as the run lasts; TERM ends both.
+Waits for: an engine's end, without a deadline, since it serves as long as the run lasts; TERM or INT ends all.
 
 Nobody need be told of a restart. The port stays the same, since it is reserved here; the engine reads in
 RUN/weights/current.json which version to load and what its checksum must be, and listens only when that is right. Until
@@ -9,15 +9,18 @@ then its clients find the port closed, and try again for a while.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import Config
@@ -26,6 +29,7 @@ from .processes import decode_exit, die_with_parent
 from .run_dir import RunDir
 
 log = logging.getLogger(__name__)
+POLL_S = 0.1
 
 
 class RestartLimit:
@@ -51,17 +55,116 @@ class RestartLimit:
         return True
 
 
+@dataclass
+class Engine:
+    """One replica as its supervisor sees it.
+
+    Attributes:
+        name: for messages.
+        argv: what starts it.
+        endpoint: the file that it writes once it serves.
+        limit: how often it may be started again.
+        env: its environment; None = ours.
+        log: where its output is appended; None = where ours goes.
+    """
+
+    name: str
+    argv: Sequence[str]
+    endpoint: Path
+    limit: RestartLimit
+    env: Mapping[str, str] | None = None
+    log: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+    served: bool = False
+
+    def start(self) -> None:
+        """Start its process, which ends with ours."""
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(open(self.log, "ab")) if self.log else None
+            self.process = subprocess.Popen(
+                self.argv,
+                env=self.env,
+                stdout=output,
+                stderr=output,
+                preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
+            )
+
+    def may_go_on(self) -> bool:
+        """True while it runs, or when it has ended and was started again."""
+        assert self.process is not None
+        self.served = self.served or self.endpoint.exists()
+        code = self.process.poll()
+        if code is None:
+            return True
+        if not self._may_restart(code):
+            return False
+        self.start()
+        return True
+
+    def stop(self) -> None:
+        """Ask it to end."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
+    def _may_restart(self, code: int) -> bool:
+        what = f"{self.name} {decode_exit(code)}"
+        if not self.served:
+            log.error("%s before it served anything; it is not started again", what)
+            return False
+        if not self.limit.allows():
+            log.error(
+                "%s; it has been restarted %d times within %.0f s (cluster.max_engine_restarts), that is enough",
+                what,
+                self.limit.count,
+                self.limit.window_s,
+            )
+            return False
+        log.warning("%s; starting it again", what)
+        return True
+
+
 def supervise_engine(cfg: Config, config: Path, replica: int) -> int:
     """Run replica number `replica` of the run that `config` describes, until TERM. Returns the exit code."""
-    cluster = cfg.cluster
-    with reserved_port("127.0.0.1") as reservation:
-        port = reservation.getsockname()[1]
-        argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--replica", str(replica)]
-        return supervise(
-            [*argv, "--unsupervised", "--port", str(port)],
-            RunDir(cfg.run_dir).engine_endpoint(replica),
-            RestartLimit(cluster.max_engine_restarts, cluster.engine_restart_window_s),
-        )
+    return _supervise_replicas(cfg, config, [replica], "127.0.0.1")
+
+
+def supervise_node(cfg: Config, config: Path, per_node: int, host: str, logs: Path) -> int:
+    """Run this node's replicas, as one task of a Slurm step: `per_node` of them, by the task's number, until TERM.
+
+    Each logs to LOGS/engine-NODE-REPLICA.log and listens on `host`. What Slurm and MPI say about the step stays hidden
+    from them: a server that starts ranks of its own would take itself for a rank of ours. Returns the exit code.
+    """
+    first = int(os.environ["SLURM_PROCID"]) * per_node
+    replicas = range(first, min(first + per_node, cfg.engine.replicas))
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI_", "PMI2_", "PMIX_", "OMPI_"))}
+    return _supervise_replicas(cfg, config, replicas, host, env, logs)
+
+
+def _supervise_replicas(
+    cfg: Config,
+    config: Path,
+    replicas: Sequence[int],
+    host: str,
+    env: Mapping[str, str] | None = None,
+    logs: Path | None = None,
+) -> int:
+    cluster, run = cfg.cluster, RunDir(cfg.run_dir)
+    node = socket.gethostname().split(".")[0]
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for replica in replicas:
+            port = stack.enter_context(reserved_port(host)).getsockname()[1]
+            argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--replica"]
+            engine = Engine(
+                "the engine" if logs is None else f"engine-{replica}",
+                [*argv, str(replica), "--unsupervised", "--host", host, "--port", str(port)],
+                run.engine_endpoint(replica),
+                RestartLimit(cluster.max_engine_restarts, cluster.engine_restart_window_s),
+                env,
+                None if logs is None else logs / f"engine-{node}-{replica}.log",
+            )
+            engines.append(engine)
+        return supervise(engines)
 
 
 def reserved_port(host: str) -> socket.socket:
@@ -75,42 +178,24 @@ def reserved_port(host: str) -> socket.socket:
     return reservation
 
 
-def supervise(argv: Sequence[str], endpoint: Path, limit: RestartLimit) -> int:
-    """Start `argv` again and again until TERM (0), a failure before its first `endpoint`, or past the limit (1)."""
+def supervise(engines: Sequence[Engine]) -> int:
+    """Start all again and again until TERM or INT (0), or until one may not be started again (1), which ends all."""
     stopping: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
 
     def end(number: int, _: object) -> None:
         stopping.append(number)
-        if child is not None and child.poll() is None:
-            child.terminate()
+        for engine in engines:
+            engine.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    served = False
-    while not stopping:
-        child = subprocess.Popen(argv, preexec_fn=functools.partial(die_with_parent, signal.SIGTERM))
-        if stopping:  # the signal came before there was a child to pass it on to
-            child.terminate()
-        code = child.wait()
-        served = served or endpoint.exists()
-        if not stopping and not _may_restart(code, served, limit):
-            return 1
-    return 0
-
-
-def _may_restart(code: int, served: bool, limit: RestartLimit) -> bool:
-    what = decode_exit(code)
-    if not served:
-        log.error("the engine %s before it served anything; it is not started again", what)
-        return False
-    if not limit.allows():
-        log.error(
-            "the engine %s; it has been restarted %d times within %.0f s (cluster.max_engine_restarts), that is enough",
-            what,
-            limit.count,
-            limit.window_s,
-        )
-        return False
-    log.warning("the engine %s; starting it again", what)
-    return True
+    for engine in engines:
+        engine.start()
+    while not stopping and all(engine.may_go_on() for engine in engines):
+        time.sleep(POLL_S)
+    for engine in engines:  # also one that was being started when the signal came
+        engine.stop()
+    for engine in engines:
+        assert engine.process is not None
+        engine.process.wait()
+    return 0 if stopping else 1

@@ -1,6 +1,8 @@
-"""Section `cluster:`, deadlines of the processes that make one run."""
+"""Section `cluster:`, deadlines of the processes that make one run, and on Slurm their nodes and restarts."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -8,7 +10,7 @@ from .base import Seconds, Section
 
 
 class ClusterConfig(Section):
-    """How long processes wait for each other."""
+    """How long processes wait for each other; on Slurm, who runs where and how often the run is tried again."""
 
     collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
@@ -22,3 +24,34 @@ class ClusterConfig(Section):
     """How often an engine that died is started again within engine_restart_window_s before the run ends."""
     engine_restart_window_s: Seconds = 3600.0
     """Restarts longer ago do not count."""
+
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """Slurm: engines on nodes of their own, or on the trainer's nodes."""
+    trainer_nodes: int | None = Field(None, ge=1)
+    """Slurm: nodes of the trainer; null = as many as parallel.world_size needs at ranks_per_node."""
+    ranks_per_node: int | None = Field(None, ge=1)
+    """Slurm: trainer ranks on one node; null = one per GPU, and without GPUs spread evenly over trainer_nodes."""
+    engine_nodes: int | None = Field(None, ge=1)
+    """Slurm: nodes of the engines; null = as many as engine.replicas needs at engines_per_node."""
+    engines_per_node: int | None = Field(None, ge=1)
+    """Slurm: replicas on one node; null = 1, or spread evenly over engine_nodes when those are given."""
+    spare_nodes: int = Field(0, ge=0)
+    """Slurm: nodes of the allocation that wait for another one to fail."""
+    controller_cpus: int = Field(2, ge=1)
+    """Slurm: CPUs kept for the controller on the node of trainer rank 0."""
+    min_dp: int | None = Field(None, ge=1)
+    """Slurm: least parallel.data_parallel_size to go on with when nodes are lost; null = as configured."""
+    min_replicas: int | None = Field(None, ge=1)
+    """Slurm: least engine.replicas to go on with when nodes are lost; null = as configured."""
+    max_restarts: int = Field(3, ge=0)
+    """Slurm: restarts in the allocation, in a row, that bring no new checkpoint, before the job ends."""
+    restart_pause_s: Seconds = 5.0
+    """Slurm: pause before such a restart; doubled each time."""
+    progress_timeout_s: Seconds = 1800.0
+    """Slurm: longest time without a new row in metrics.jsonl before the run counts as hung and is restarted."""
+    save_timeout_s: Seconds = 300.0
+    """Slurm: longest time from a signal to the end of the checkpoint; sbatch's --signal must come this early."""
+    max_requeues: int = Field(100, ge=0)
+    """Slurm: how often the job puts itself back into the queue; each needs a newer checkpoint than the one before."""
+    srun_args: list[str] = Field(default_factory=list)
+    """Slurm: more arguments for every srun, such as --container-image=..."""

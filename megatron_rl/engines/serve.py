@@ -39,7 +39,7 @@ def serve_embedded(options: EmbeddedOptions) -> None:
         sys.exit(1)
 
 
-def options_from_config(cfg: Config, replica: int, port: int) -> EmbeddedOptions:
+def options_from_config(cfg: Config, replica: int, port: int, host: str = "127.0.0.1") -> EmbeddedOptions:
     """The options of replica number `replica` of a run: with the weights that the run has published, if it has any.
 
     `port` is reserved by the engine's supervisor.
@@ -49,6 +49,7 @@ def options_from_config(cfg: Config, replica: int, port: int) -> EmbeddedOptions
     weights = current(run_dir / "weights") or CurrentWeights(0, cfg.model.path)
     return EmbeddedOptions(
         model=weights.path,
+        host=host,
         port=port,
         reserved_port=True,
         weight_version=str(weights.version),

@@ -29,6 +29,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Serve until the input ends."""
     die_with_parent(int(sys.argv[1]))
+    # Slurm sends it to every process of a step; the pool ends its workers itself, with KILL.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = _take_stdout()
     return serve(sys.stdin.buffer, answers)

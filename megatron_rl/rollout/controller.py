@@ -169,23 +169,27 @@ class Controller:
         return self._prompts.train[self.scheduler.pool.record_index(group_id)]
 
 
-def run_controller(cfg: Config, host: str = "127.0.0.1") -> None:
+def run_controller(cfg: Config, host: str = "127.0.0.1", outlive_term: bool = False) -> None:
     """Process entry: serve until POST /v1/shutdown, SIGTERM or SIGINT. `host` is the address to listen on.
+
+    With `outlive_term`, SIGTERM does nothing: where all processes of a run get it, a trainer still has to fetch the
+    controller's state for its checkpoint.
 
     Exits with status 1 when it cannot start (prompts, verifiers, engines); the last line of its log says why.
     """
     setup_logging("controller", 0, None, cfg.logging.level)  # stderr is the role's log file already
     try:
-        asyncio.run(_until_signal(cfg, host))
+        asyncio.run(_until_signal(cfg, host, outlive_term))
     except (DataError, RewardError, ConfigError, TimeoutError, OSError) as error:
         log.error("cannot go on: %s", error)
         sys.exit(1)
 
 
-async def _until_signal(cfg: Config, host: str) -> None:
-    shutdown = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, shutdown.set)
+async def _until_signal(cfg: Config, host: str, outlive_term: bool) -> None:
+    shutdown, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, shutdown.set)
+    on_term = (lambda: log.info("TERM: going on until the trainer has saved")) if outlive_term else shutdown.set
+    loop.add_signal_handler(signal.SIGTERM, on_term)
     await serve(cfg, host, shutdown)
 
 
@@ -238,4 +242,4 @@ async def _run_until(controller: Controller, shutdown: asyncio.Event) -> None:
 
 
 def _reachable_name(host: str) -> str:
-    return socket.getfqdn() if host in ("0.0.0.0", "::") else host
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host

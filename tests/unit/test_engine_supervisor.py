@@ -18,11 +18,12 @@ from megatron_rl.engines.serve import bind
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from megatron_rl.cluster.engine_supervisor import RestartLimit, supervise
+from megatron_rl.cluster.engine_supervisor import Engine, RestartLimit, supervise
 from megatron_rl.monitor.logs import setup_logging
 setup_logging("supervisor", 0, None, "INFO")
 argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
-sys.exit(supervise(argv, Path(sys.argv[2]) / "endpoint", RestartLimit(2, 3600.0)))
+endpoint = Path(sys.argv[2]) / "endpoint"
+sys.exit(supervise([Engine("the engine", argv, endpoint, RestartLimit(2, 3600.0))]))
 """
 SERVES = """
 import os, sys, time

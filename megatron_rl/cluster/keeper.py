@@ -1,0 +1,115 @@
+"""One task of a Slurm step: runs the role's process, passes signals on, and leaves nothing of it behind.
+
+    srun -> keeper -> role (its environment holds TAG) -> whatever it starts
+             '- guard (on its own): waits for the keeper's end, then does the same cleaning
+
+Waits for: the role's end, without a deadline. TERM and USR2 that Slurm sends to the step:
+
+    --on-stop pass    both are passed on: a trainer rank saves and leaves                                   (trainer)
+    --on-stop end     TERM is left alone, since the trainer still needs this role to save;   (controller, engines)
+                      USR2, which only the batch script sends here, ends the role: INT, then KILL
+
+Slurm kills the processes that descend from the task; one that called setsid and lost its parent is no descendant where
+Slurm tracks processes by parenthood. So everything that carries the tag in its environment is killed at the end, by the
+keeper, or by the guard when the keeper itself was killed. Standard library only: it must start in a moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from .tags import TAG, tagged
+
+PASSED = (signal.SIGTERM, signal.SIGUSR2)
+
+
+def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
+    """Run `argv` to its end. Returns its exit code, 128 + n when signal n ended it."""
+    start_guard(tag)
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def receive(number: int, _: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            _react(child, number, on_stop, patience_s)
+
+    for number in PASSED:
+        signal.signal(number, receive)
+    child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL)
+    for number in early:
+        _react(child, number, on_stop, patience_s)
+    code = child.wait()
+    kill_tagged(tag)
+    return code if code >= 0 else 128 - code
+
+
+def _react(child: subprocess.Popen[bytes], number: int, on_stop: str, patience_s: float) -> None:
+    if on_stop == "pass":
+        child.send_signal(number)
+    elif number == signal.SIGUSR2:
+        child.send_signal(signal.SIGINT)
+        signal.signal(signal.SIGALRM, lambda *_: child.kill())
+        signal.setitimer(signal.ITIMER_REAL, patience_s)
+
+
+def start_guard(tag: str) -> None:
+    """A process that outlives this one and then kills what carries `tag`. Not our descendant, else it would not."""
+    reader, writer = os.pipe()
+    if os.fork():
+        os.close(reader)
+        os.wait()
+        os.set_inheritable(writer, False)
+        return  # `writer` is closed by the end of this process, however that comes
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.close(writer)
+    for number in (*PASSED, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # else Slurm waits for the end of the task's output
+        os.dup2(null, descriptor)
+    os.read(reader, 1)
+    kill_tagged(tag)
+    os._exit(0)
+
+
+def kill_tagged(tag: str) -> None:
+    """KILL to every process with this tag, until there is none: they may be forking."""
+    for _ in range(100):
+        pids = tagged(tag)
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`python -m megatron_rl.cluster.keeper --role NAME --on-stop end|pass -- COMMAND...`, as a task of a step."""
+    parser = argparse.ArgumentParser(description="One task of a Slurm step; the batch script starts it.")
+    parser.add_argument("--run", required=True, help="name of the attempt, unique among all runs")
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--on-stop", choices=("pass", "end"), required=True)
+    parser.add_argument("--patience", type=float, default=30.0, help="seconds from INT to KILL")
+    parser.add_argument("command", nargs="+")
+    words = parser.parse_args(argv)
+    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    tag = f"{words.run}/{words.role}/{node}/{os.environ.get('SLURM_PROCID', '0')}"
+    sys.exit(keep(words.command, tag, words.on_stop, words.patience))
+
+
+if __name__ == "__main__":
+    main()

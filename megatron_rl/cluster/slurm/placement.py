@@ -1,0 +1,174 @@
+"""Which node does what: pure arithmetic on names and sizes. Slurm is asked in `allocation.py`, steps are in `steps.py`.
+
+disaggregated   [trainer ...........][engines ......][spares]      colocated   [trainer and engines ...][spares]
+                 ^ controller beside rank 0                                     ^ controller
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config import Config, ConfigError
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """What every node of the allocation has."""
+
+    cpus: int
+    gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who runs where in one attempt.
+
+    Attributes:
+        trainer: nodes of the trainer's ranks, rank 0 on the first.
+        engines: nodes of the engines, replica 0 on the first; equal to the beginning of `trainer` when colocated.
+        spares: nodes that do nothing.
+        data_parallel_size: copies of the model, at most what is configured.
+        replicas: engines, at most what is configured.
+    """
+
+    trainer: tuple[str, ...]
+    engines: tuple[str, ...]
+    spares: tuple[str, ...]
+    world_size: int
+    ranks_per_node: int
+    data_parallel_size: int
+    replicas: int
+    engines_per_node: int
+    shape: NodeShape
+    controller_cpus: int
+
+    @property
+    def is_colocated(self) -> bool:
+        """Engines share the trainer's nodes."""
+        return bool(set(self.trainer) & set(self.engines))
+
+    @property
+    def cpus_per_rank(self) -> int:
+        """CPUs of one trainer rank, those of the controller left out."""
+        return max(1, (self.shape.cpus - self.controller_cpus) // self.ranks_per_node)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(role, nodes, what runs there), for people."""
+        rows = [
+            ("trainer", ",".join(self.trainer), f"{self.world_size} ranks, up to {self.ranks_per_node} a node"),
+            ("controller", self.trainer[0], f"{self.controller_cpus} CPUs"),
+        ]
+        if self.engines:
+            rows.append(
+                ("engines", ",".join(self.engines), f"{self.replicas} replicas, up to {self.engines_per_node} a node")
+            )
+        return [*rows, ("spare", ",".join(self.spares), "")] if self.spares else rows
+
+
+@dataclass(frozen=True)
+class Need:
+    """How many nodes the configuration asks for, and how densely they are filled."""
+
+    trainer: int
+    engines: int
+    spares: int
+    ranks_per_node: int
+    engines_per_node: int
+    colocated: bool
+
+    @property
+    def nodes(self) -> int:
+        """All of them, without the spares."""
+        return max(self.trainer, self.engines) if self.colocated else self.trainer + self.engines
+
+    def __str__(self) -> str:
+        joint = "shared by" if self.colocated else "="
+        spare = f" + {self.spares} spare" if self.spares else ""
+        return f"{self.nodes + self.spares} nodes ({joint} {self.trainer} trainer, {self.engines} engines{spare})"
+
+
+def need(cfg: Config, shape: NodeShape) -> Need:
+    """Nodes of each role, derived where section `cluster` says null.
+
+    Raises:
+        ConfigError: the sizes contradict each other.
+    """
+    c, world = cfg.cluster, cfg.parallel.world_size or 1
+    ranks = c.ranks_per_node or shape.gpus or math.ceil(world / (c.trainer_nodes or 1))
+    trainer = c.trainer_nodes or math.ceil(world / ranks)
+    problems = []
+    if not (trainer - 1) * ranks < world <= trainer * ranks:
+        problems.append(
+            f"{trainer} trainer nodes with {ranks} ranks each do not fit {world} ranks (section parallel): change "
+            "cluster.trainer_nodes or cluster.ranks_per_node, or leave one of them out"
+        )
+    replicas = 0 if cfg.engine.urls else cfg.engine.replicas
+    per_node = c.engines_per_node or math.ceil(replicas / (c.engine_nodes or replicas or 1)) or 1
+    engines = math.ceil(replicas / per_node)
+    if c.engine_nodes is not None and c.engine_nodes != engines:
+        problems.append(
+            f"cluster.engine_nodes={c.engine_nodes}, but engine.replicas={replicas} at {per_node} a node fill "
+            f"{engines}: change one of them, or leave engine_nodes out"
+        )
+    if shape.cpus < c.controller_cpus + ranks:
+        problems.append(
+            f"{shape.cpus} CPUs on a node are too few for {ranks} trainer ranks and cluster.controller_cpus="
+            f"{c.controller_cpus}: ask for more (--cpus-per-task, --exclusive), or lower one of them"
+        )
+    if problems:
+        raise ConfigError("the configuration does not fit the nodes:\n" + "\n".join(f"  - {p}" for p in problems))
+    return Need(trainer, engines, c.spare_nodes, ranks, per_node, c.placement == "colocated")
+
+
+def require_allocation(needed: Need, nodes: Sequence[str]) -> None:
+    """Refuse an allocation that has too few nodes, or some that would stand idle unasked. Raises ConfigError."""
+    wanted = needed.nodes + needed.spares
+    if len(nodes) != wanted:
+        more = len(nodes) - needed.nodes
+        other = f", or set cluster.spare_nodes={more}" if more >= 0 else ", or ask for less in section cluster"
+        raise ConfigError(
+            f"the allocation has {len(nodes)} nodes ({','.join(nodes)}), the configuration needs {needed}: "
+            f"submit with `sbatch --nodes={wanted}`{other}"
+        )
+
+
+def place(cfg: Config, needed: Need, nodes: Sequence[str], shape: NodeShape) -> Placement:
+    """Give `nodes`, best first, to the roles; with too few of them, shrink as far as min_dp and min_replicas allow.
+
+    Raises:
+        ConfigError: there are too few nodes even so.
+    """
+    for replicas, dp in _sizes(cfg):
+        ranks = cfg.parallel.model_parallel_size * dp
+        trainer, engines = math.ceil(ranks / needed.ranks_per_node), math.ceil(replicas / needed.engines_per_node)
+        count = max(trainer, engines) if needed.colocated else trainer + engines
+        if count > len(nodes):
+            continue
+        first = 0 if needed.colocated else trainer
+        return Placement(
+            trainer=tuple(nodes[:trainer]),
+            engines=tuple(nodes[first : first + engines]),
+            spares=tuple(nodes[count:]),
+            world_size=ranks,
+            ranks_per_node=needed.ranks_per_node,
+            data_parallel_size=dp,
+            replicas=replicas,
+            engines_per_node=needed.engines_per_node,
+            shape=shape,
+            controller_cpus=cfg.cluster.controller_cpus,
+        )
+    raise ConfigError(
+        f"{len(nodes)} usable nodes are left ({','.join(nodes) or 'none'}), too few for {needed}: raise "
+        "cluster.spare_nodes, or allow less with cluster.min_dp and cluster.min_replicas"
+    )
+
+
+def _sizes(cfg: Config) -> list[tuple[int, int]]:
+    """(replicas, data_parallel_size) that may be run with, the configured ones first, then engines before trainer."""
+    full_dp, full = cfg.parallel.data_parallel_size, 0 if cfg.engine.urls else cfg.engine.replicas
+    least, least_dp = cfg.cluster.min_replicas or full, cfg.cluster.min_dp or full_dp
+    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size // cfg.algorithm.updates_per_batch
+    dps = [full_dp, *(dp for dp in range(full_dp - 1, least_dp - 1, -1) if samples % dp == 0)]
+    return [(replicas, dp) for dp in dps for replicas in range(full, min(least, full) - 1, -1)]

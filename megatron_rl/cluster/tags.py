@@ -1,0 +1,33 @@
+"""Finding the processes of one task by a name in their environment. Who starts and ends them: `keeper.py`.
+
+A name is `RUN/ROLE/NODE/RANK`; RUN is unique to one attempt of one job. What a task starts inherits it, setsid or not.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TAG = "MEGATRON_RL_TASK"
+
+
+def tagged(prefix: str) -> list[int]:
+    """Ids of the living processes on this machine whose tag is `prefix` or lies below it; not this process."""
+    return [pid for pid in _all_pids() if pid != os.getpid() and _lies_below(tag_of(pid), prefix)]
+
+
+def tag_of(pid: int) -> str | None:
+    """The tag of a process, None when it has none, has ended, or belongs to somebody else."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next((v.partition(b"=")[2].decode() for v in variables if v.startswith(f"{TAG}=".encode())), None)
+    except OSError:
+        return None
+
+
+def _lies_below(tag: str | None, prefix: str) -> bool:
+    return tag is not None and (tag == prefix or tag.startswith(f"{prefix}/"))
+
+
+def _all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
