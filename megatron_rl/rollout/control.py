@@ -50,11 +50,13 @@ class EngineControl:
         self._timeout_s, self._patience_s, self._api_key = timeout_s, patience_s, api_key
         self._logs = logs or {}
 
-    def update_from_disk(self, path: str | Path, version: int) -> str | None:
+    def update_from_disk(
+        self, path: str | Path, version: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> str | None:
         """Load the weights at `path` (a Hugging Face directory that the engines can read) as `version` everywhere.
 
         pause(retract) -> flush_cache -> update_weights_from_disk -> checksums equal -> continue -> /model_info says so.
-        After a failure the engines stay paused: what they hold is not known.
+        After a failure the engines stay paused: what they hold is not known. Given up as soon as `interrupted()`.
 
         Returns:
             The checksum over all parameters of one engine, where engines report it.
@@ -62,7 +64,7 @@ class EngineControl:
         try:
             return self._run(
                 f"weight update to version {version} from {path}",
-                lambda calls: _update_all(calls, str(path), version, self._patience_s),
+                lambda calls: _unless(interrupted, calls, _update_all(calls, str(path), version, self._patience_s)),
             )
         except EngineError as error:
             raise EngineError(
@@ -166,6 +168,19 @@ class _Calls:
     def failure(self, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
         """An error of the present step."""
         return kind(f"{self._what}: step {self.step} failed: {reason}")
+
+
+async def _unless(interrupted: Callable[[], bool], calls: _Calls, action: Coroutine[Any, Any, T]) -> T:
+    """What `action` returns; it is cancelled, with an error, when `interrupted()` comes first."""
+    task = asyncio.ensure_future(action)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=POLL_S)
+            if not task.done() and interrupted():
+                raise calls.failure("interrupted")
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def _update_all(calls: _Calls, path: str, version: int, patience_s: float) -> str | None:

@@ -119,8 +119,12 @@ class ControllerClient:
         max_response_tokens: int | None = None,
         label: str = "",
         timeout_s: float = 3600.0,
-    ) -> dict[str, float]:
-        """Run a held-out evaluation to its end; metrics named `eval/...`. None = as configured."""
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float] | None:
+        """Run a held-out evaluation to its end; metrics named `eval/...`. None = as configured.
+
+        Returns None when `interrupted()` before the end.
+        """
         request = {"step": step, "prompts": prompts, "samples_per_prompt": samples_per_prompt, "label": label}
         request |= {} if temperature is None else {"temperature": temperature}
         request |= {} if max_response_tokens is None else {"max_response_tokens": max_response_tokens}
@@ -134,6 +138,8 @@ class ControllerClient:
                     f"waited {timeout_s:g} s for the evaluation at step {step}, which is {answer['status']}; "
                     f"look at {self._log}"
                 )
+            if interrupted():
+                return None
             time.sleep(POLL_S)
         return {f"eval/{name}": value for name, value in answer["metrics"].items()}
 
