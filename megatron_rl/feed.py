@@ -20,7 +20,7 @@ from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_
 from megatron_rl.policy.exchange import broadcast_to_model_parallel
 from megatron_rl.policy.microbatch import Plan, plan_microbatches
 from megatron_rl.policy.step_batch import Update, plan_step
-from megatron_rl.rollout.pull import ControllerClient
+from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.wire import RolloutShard, RolloutTable
 
 
@@ -48,15 +48,20 @@ class RolloutFeed:
         """The engines hold the weights of `step`: its rollouts may be generated."""
         self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), self._timeout_s)
 
-    def wait(self, step: int, interrupted: Callable[[], bool]) -> bool:
+    def wait(self, step: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> bool:
         """Until the controller has a whole batch for `step` (True), or `interrupted()` on rank 0 (False).
 
-        Raises on every rank what the controller reports.
+        Raises on every rank what the controller reports, unless it is `excused()`: then False as well.
         """
         timeout = self._cfg.rollout.step_timeout_s
 
         def poll() -> bool:
-            return self._client.wait_ready(step, timeout, interrupted).status == "ready"
+            try:
+                return self._client.wait_ready(step, timeout, interrupted).status == "ready"
+            except ControllerError:
+                if excused():
+                    return False
+                raise
 
         return self._zero.run(f"rollouts of step {step}", poll, timeout + self._timeout_s)
 

@@ -1,6 +1,10 @@
 """What one trainer rank holds during a run, and the verbs of the loop in `train.py`: publish, evaluate, save, record.
 
 Only rank 0 talks to controller and engines, writes metrics and shows progress; `RankZero` shares what it learns.
+
+A signal to end (TERM or USR2) is taken at the next of these, on all ranks together: between steps; before the update;
+while rollouts, an evaluation or the engines are awaited, at once. Where a cluster sends TERM to all processes of a run,
+engines obey it first, and what rank 0 then sees of them is no failure: it waits a moment for its own signal.
 """
 
 from __future__ import annotations
@@ -26,17 +30,22 @@ from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.policy import Policy, StepResult
 from megatron_rl.rollout.control import EngineControl
-from megatron_rl.rollout.pull import ControllerClient
+from megatron_rl.rollout.protocol import EngineError
+from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.wire import RolloutTable
 from megatron_rl.step_metrics import batch_metrics, mean_of_updates, resident_gib
 from megatron_rl.weights.current import CurrentWeights, announce
 from megatron_rl.weights.version_dir import prune_versions, version_path, write_version
 
 log = logging.getLogger(__name__)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""Slurm: TERM before a preemption and at `scancel --signal=TERM`, USR2 as the batch script passes it on."""
+SPREAD_S = 5.0
+"""How much later than engines and controller rank 0 may get a signal that was sent to all."""
 
 
 class StopRequested(Exception):
-    """The run was asked to end (SIGTERM): save and leave; raised on all ranks at the same place."""
+    """The run was asked to end (TERM or USR2): save and leave; raised on all ranks at the same place."""
 
 
 @dataclass
@@ -71,7 +80,8 @@ class Session:
         self._resume_from = resume_from
         self._began = time.monotonic()
         self._terminated = False
-        signal.signal(signal.SIGTERM, self._on_term)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_term)
 
     # ------------------------------------------------------------------------------------------------ beginning
 
@@ -110,6 +120,8 @@ class Session:
             return False
         self.publish(0)
         found = self._evaluation("sft", number, sft.check_prompts, 1)
+        if found is None:
+            return False
         value = found.get(f"eval/{sft.stop_metric}")
         if value is None:
             raise KeyError(
@@ -160,7 +172,10 @@ class Session:
         return update
 
     def publish(self, version: int) -> None:
-        """Write the weights as a version directory and have every engine load it."""
+        """Write the weights as a version directory and have every engine load it.
+
+        When the run is to end, engines that do not answer are none of its concern any more.
+        """
         folder = version_path(self.run.weights, version)
         write_version(self.policy.chunks, self.hf, self.cfg.model.path, folder)
         self._on_zero(
@@ -174,7 +189,13 @@ class Session:
     def _give_to_engines(self, folder: Path, version: int) -> None:
         """Announced first: an engine that dies from here on comes back with the new weights."""
         announce(self.run.weights, CurrentWeights(version, str(folder)))
-        checksum = self._engines.update_from_disk(folder, version)
+        try:
+            checksum = self._engines.update_from_disk(folder, version, self._is_terminated)
+        except EngineError as error:
+            if not self._stop_arrives():
+                raise
+            log.info("the run is ending; %s", error)
+            return
         announce(self.run.weights, CurrentWeights(version, str(folder), checksum))
 
     def record(self, metrics: StepMetrics, table: RolloutTable, results: Sequence[StepResult]) -> None:
@@ -185,17 +206,22 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ now and then
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out evaluation with the published weights; empty without `data.eval_prompts`."""
-        found = self._measure(step)
-        self.state.before = self.state.before or found
-        if self._recorder and found:
-            self._recorder.values(step, found)
-        return found
+    def lacks_evaluation(self, step: int) -> bool:
+        """The weights of `step` are to be evaluated (`eval.every`, the first and the last ones) and were not yet."""
+        return self.state.evaluated != step and (step == 0 or self._is_due(step, self.cfg.eval.every))
+
+    def catch_up(self, step: int) -> None:
+        """The evaluation of the first weights, or the one that was cut off by the signal that ended an earlier start."""
+        if self.lacks_evaluation(step):
+            found = self._measure(step)
+            if step == 0:
+                self.state.before = found
+            if self._recorder and found:
+                self._recorder.values(step, found)
 
     def evaluate_if_due(self, step: int, timer: PhaseTimer, metrics: StepMetrics) -> None:
         """Every `eval.every` steps and after the last one."""
-        if self._is_due(step, self.cfg.eval.every):
+        if self.lacks_evaluation(step):
             with timer.phase("eval"):
                 found = self._measure(step)
             metrics.merge(found)
@@ -205,9 +231,9 @@ class Session:
         if self._is_due(step, self.cfg.checkpoint.every):
             self.save(step)
 
-    def save_warm_up(self) -> None:
+    def save_warm_up(self, step: int) -> None:
         """What the warm-up has learned, so that a run that dies early need not learn it again."""
-        if self.cfg.sft.data is not None:
+        if step == 0 and self.cfg.sft.data is not None:
             self.save(0)
 
     def save(self, step: int) -> None:
@@ -226,13 +252,13 @@ class Session:
             self._recorder.values(step, {"time/checkpoint": time.monotonic() - began})
 
     def stop_if_requested(self) -> None:
-        """Raise StopRequested on every rank once rank 0 has got SIGTERM."""
+        """Raise StopRequested on every rank once rank 0 has got the signal."""
         if self._on_zero("whether to stop", self._is_terminated):
             raise StopRequested
 
     def wait_for_rollouts(self, step: int) -> None:
-        """Until the batch of `step` is complete. Raises StopRequested when SIGTERM comes first."""
-        if not self.rollouts.wait(step, self._is_terminated):
+        """Until the batch of `step` is complete. Raises StopRequested when a signal to end comes first."""
+        if not self.rollouts.wait(step, self._is_terminated, self._stop_arrives):
             raise StopRequested
 
     def finish(self, step: int) -> None:
@@ -288,4 +314,11 @@ class Session:
         self._terminated = True
 
     def _is_terminated(self) -> bool:
+        return self._terminated
+
+    def _stop_arrives(self) -> bool:
+        """Whether the signal is here, or comes within a moment; on rank 0."""
+        deadline = time.monotonic() + SPREAD_S
+        while not self._terminated and time.monotonic() < deadline:
+            time.sleep(0.05)
         return self._terminated

@@ -22,7 +22,7 @@ from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.bring_up import EXPECTED_ERRORS, open_session
 from megatron_rl.cluster.processes import EXIT_RESUMABLE
 from megatron_rl.policy.distributed import peer_failure
-from megatron_rl.session import Session, StopRequested
+from megatron_rl.session import STOP_SIGNALS, Session, StopRequested
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +34,16 @@ def train(s: Session) -> int:
         if step is None:
             warm_up(s)
             step = 0
-            s.publish(step)
-            s.evaluate(step)
-            s.save_warm_up()
-        else:
-            s.publish(step)
+        s.publish(step)
+        s.catch_up(step)
+        s.save_warm_up(step)
         while step < s.cfg.steps:
             s.stop_if_requested()
             s.rollouts.start(step)
             rl_step(s, step)
             step += 1
+        if s.lacks_evaluation(step):  # the signal came during it
+            raise StopRequested
     except StopRequested:
         if step is not None:  # else the warm-up begins again
             s.save(step)
@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--from", dest="checkpoint", type=Path)
     words = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _leave)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _leave)
     try:
         with open_session(words.config, words.checkpoint) as session:
             code = train(session)
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _leave(*_: object) -> NoReturn:
-    """TERM until the session takes over: there is nothing to save yet."""
+    """TERM or USR2 until the session takes over: there is nothing to save yet."""
     sys.exit(EXIT_RESUMABLE)
 
 
