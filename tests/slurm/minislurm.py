@@ -267,7 +267,7 @@ def _namespaces() -> list[str]:
 def _clean_up(directory: Path) -> None:
     """TERM, then KILL, to all that carries the directory's mark; then delete it."""
     mark = f"{MARK}={directory}"
-    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+    for number, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
         for pid in marked(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -63,16 +63,16 @@ def test_a_silent_node_goes_down_and_comes_back(slurm: MiniSlurm) -> None:
     slurm.wait_for_node("node4", "IDLE")
 
 
-def test_a_cluster_whose_owner_is_killed_takes_everything_along(slurm: MiniSlurm, tmp_path: Path) -> None:
+def test_a_cluster_whose_owner_is_killed_takes_everything_along(slurm: MiniSlurm) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-m", "tests.slurm.minislurm"], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=slurm.env
     )
     assert owner.stdout is not None
     words = dict(word.split("=") for word in owner.stdout.readline().split()[1:])
     mark = f"{MARK}={words[MARK]}"
-    nap = script(tmp_path / "a.sh", "setsid sleep 600 & sleep 600\n")
-    slurm.run("sbatch", f"--chdir={tmp_path}", str(nap), env=words)
-    wait_until(lambda: len(marked(mark)) >= 8, 30, "the job to run")
+    slurm.run("sbatch", f"--chdir={words[MARK]}", "--wrap=setsid sleep 600 & sleep 600", env=words)
+    daemons = 6
+    wait_until(lambda: len(marked(mark)) >= daemons + 3, 30, "the job to run")
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     wait_until(lambda: not marked(mark) and not Path(words[MARK]).exists(), 30, "the end of the other cluster")
