@@ -7,7 +7,6 @@ model-parallel peers. Supervised batches for the warm-up are read from their fil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,21 +18,9 @@ from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_leader
 from megatron_rl.policy.exchange import broadcast_to_model_parallel
 from megatron_rl.policy.microbatch import Plan, plan_microbatches
-from megatron_rl.policy.step_batch import Update, plan_step
+from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_step
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.wire import RolloutShard, RolloutTable
-
-
-@dataclass(frozen=True)
-class LocalUpdate:
-    """One optimizer update as this rank sees it: its own sequences, and the plan of all ranks."""
-
-    batch: SequenceBatch
-    plan: Plan
-
-    def with_arrays(self, **arrays: np.ndarray | None) -> LocalUpdate:
-        """The same update with per-token arrays filled in, e.g. `old_log_probs`."""
-        return replace(self, batch=self.batch.with_arrays(**arrays))
 
 
 class RolloutFeed:
@@ -78,7 +65,7 @@ class RolloutFeed:
     def _pull_update(self, step: int, update: Update) -> LocalUpdate:
         rows = update.samples[update.local(self._dp_rank)].tolist()
         shard = self._share(lambda: self._client.samples_bytes(step, rows))
-        return LocalUpdate(update.fill(_sequence_batch(shard), self._dp_rank), update.plan)
+        return LocalUpdate(update, self._dp_rank, _sequence_batch(shard))
 
     def _share(self, fetch: Callable[[], bytes]) -> bytes:
         """What the leader fetches, on all ranks of its model replica."""

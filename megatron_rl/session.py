@@ -22,13 +22,16 @@ from megatron_rl.algorithms.schedules import learning_rate
 from megatron_rl.cluster.rank_zero import RankZero
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.config import Config, read_hf_config
-from megatron_rl.feed import LocalUpdate, RolloutFeed, sft_batches
+from megatron_rl.feed import RolloutFeed, sft_batches
 from megatron_rl.monitor.metrics import PhaseTimer, StepMetrics
 from megatron_rl.monitor.recorder import Recorder
 from megatron_rl.monitor.result import RunResult
 from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.exchange import sum_over_data_parallel
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.policy import Policy, StepResult
+from megatron_rl.policy.step_batch import LocalUpdate
+from megatron_rl.policy.step_targets import fill_targets
 from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
@@ -58,6 +61,8 @@ class Progressed:
     latest: dict[str, float] = field(default_factory=dict)
     evaluated: int = -1
     """The step of `latest`."""
+    source_means: dict[str, float] = field(default_factory=dict)
+    """Running mean reward by source of the prompt, for `algorithm.ema_baseline`."""
 
 
 class Session:
@@ -161,7 +166,7 @@ class Session:
         )
 
     def add_log_probs(self, update: LocalUpdate) -> LocalUpdate:
-        """Fill in the log-probs that the loss compares with: old ones, and the reference's when there is a KL term."""
+        """Fill in the log-probs that are compared with: old ones, and the reference's when there is a KL term."""
         mode, batch = self.cfg.algorithm.old_logprobs, update.batch
         if mode == "rollout":
             update = update.with_arrays(old_log_probs=batch.behaviour_log_probs)
@@ -170,6 +175,13 @@ class Session:
         if self.cfg.algorithm.kl_coef:
             update = update.with_arrays(reference_log_probs=self.policy.reference_log_probs(batch, update.plan))
         return update
+
+    def add_targets(self, table: RolloutTable, updates: Sequence[LocalUpdate]) -> list[LocalUpdate]:
+        """Fill in the advantage and the weight of every token; the log-probs must be there."""
+        filled, self.state.source_means = fill_targets(
+            vars(table), updates, self.cfg, sum_over_data_parallel, self.state.source_means
+        )
+        return filled
 
     def publish(self, version: int) -> None:
         """Write the weights as a version directory and have every engine load it.

@@ -78,6 +78,7 @@ def rl_step(s: Session, step: int) -> None:
             updates = [s.add_log_probs(update) for update in updates]
         s.stop_if_requested()  # the weights are still those of `step`: the batch is kept, the step is taken again
         with timer.phase("train"):
+            updates = s.add_targets(table, updates)
             s.policy.set_learning_rate(s.learning_rate(step))
             results = [s.policy.train_step(update.batch, update.plan, spec) for update in updates]
         with timer.phase("weights"):

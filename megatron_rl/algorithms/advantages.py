@@ -6,7 +6,7 @@ it. The input is the WHOLE rollout batch, of all data-parallel ranks, since whit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,7 +23,12 @@ Bool = NDArray[np.bool_]
 
 
 def compute_advantages(
-    rewards: ArrayLike, group_ids: ArrayLike, lengths: ArrayLike, valid: ArrayLike, spec: AdvantageSpec
+    rewards: ArrayLike,
+    group_ids: ArrayLike,
+    lengths: ArrayLike,
+    valid: ArrayLike,
+    spec: AdvantageSpec,
+    running_means: ArrayLike | None = None,
 ) -> Float:
     """Advantages of a whole rollout batch.
 
@@ -41,7 +46,9 @@ def compute_advantages(
         lengths: [B] trainable tokens N_i of each sample; only whitening uses them.
         valid: [B] bool; False = no usable reward, treated like a non-finite one. (A truncated sample that the overlong
             filter masks is still valid: it stays in its group's statistics.)
-        spec: kind, std and shift_mean.
+        spec: kind, std, shift_mean and the share λ of running means.
+        running_means: [B] running mean reward of each sample's source, NaN where there is none yet. With λ above 0 the
+            baseline of `grpo` is (1 - λ) mean + λ running mean.
 
     Returns:
         [B] float64, finite; 0 where `usable_samples` is False. Those samples must also be masked out of the loss.
@@ -55,6 +62,7 @@ def compute_advantages(
         raise ValueError(
             f"rewards {r.shape}, group_ids {ids.shape}, lengths {n.shape}, valid {usable.shape}: expected [B] each"
         )
+    running = np.full_like(r, np.nan) if running_means is None else np.asarray(running_means, dtype=np.float64)
     advantages, informative = np.zeros_like(r), np.zeros(r.shape, dtype=bool)
     for name, members in _groups(ids):
         if len(members) < 2 and spec.kind != "reinforce_pp":
@@ -66,7 +74,7 @@ def compute_advantages(
         if _is_uniform(r[members], alone_counts=spec.kind == "reinforce_pp"):
             continue
         informative[members] = True
-        advantages[members] = _WITHIN_GROUP[spec.kind](r[members], spec)
+        advantages[members] = _WITHIN_GROUP[spec.kind](r[members], spec, running[members])
     if spec.kind.startswith("reinforce_pp"):
         return whiten(advantages, np.where(informative, n, 0.0), spec.shift_mean)
     return advantages
@@ -108,26 +116,44 @@ def _is_uniform(r: Float, alone_counts: bool) -> bool:
     return bool(r.max() - r.min() <= UNIFORM)
 
 
-def _grpo(r: Float, spec: AdvantageSpec) -> Float:
-    centred = r - r.mean()
+def updated_means(
+    means: Mapping[str, float], sources: Sequence[str], rewards: ArrayLike, valid: ArrayLike, decay: float
+) -> dict[str, float]:
+    """Running mean reward by source: `decay` of the old one and the rest of this batch's mean, which begins a new one.
+
+    Args:
+        means: before this batch. sources: [B]. rewards: [B]. valid: [B] bool, as for `compute_advantages`.
+    """
+    r, usable = np.asarray(rewards, dtype=np.float64), usable_samples(rewards, valid)
+    updated, names = dict(means), np.asarray(sources, dtype=object)
+    for name in dict.fromkeys(names[usable].tolist()):
+        fresh = float(r[usable & (names == name)].mean())
+        updated[name] = decay * updated[name] + (1.0 - decay) * fresh if name in updated else fresh
+    return updated
+
+
+def _grpo(r: Float, spec: AdvantageSpec, running: Float) -> Float:
+    mean = r.mean()
+    shared = np.where(np.isfinite(running), (1.0 - spec.ema_baseline) * mean + spec.ema_baseline * running, mean)
+    centred = r - shared if spec.ema_baseline else r - mean
     if spec.std == "none":
         return centred
     return centred / (r.std(ddof=1 if spec.std == "sample" else 0) + STD_OFFSET)
 
 
-def _centred(r: Float, spec: AdvantageSpec) -> Float:
+def _centred(r: Float, spec: AdvantageSpec, running: Float) -> Float:
     return r - r.mean()
 
 
-def _rloo(r: Float, spec: AdvantageSpec) -> Float:
+def _rloo(r: Float, spec: AdvantageSpec, running: Float) -> Float:
     return r - (r.sum() - r) / (len(r) - 1)
 
 
-def _raw(r: Float, spec: AdvantageSpec) -> Float:
+def _raw(r: Float, spec: AdvantageSpec, running: Float) -> Float:
     return r
 
 
-_WITHIN_GROUP: dict[str, Callable[[Float, AdvantageSpec], Float]] = {
+_WITHIN_GROUP: dict[str, Callable[[Float, AdvantageSpec, Float], Float]] = {
     "grpo": _grpo,
     "dr_grpo": _centred,
     "rloo": _rloo,

@@ -117,6 +117,8 @@ class AdvantageSpec:
     """What `grpo` divides by: population or sample standard deviation of the group, or none."""
     shift_mean: bool = True
     """Whitening subtracts the batch mean; False divides only."""
+    ema_baseline: float = 0.0
+    """λ, the share of the running mean reward of a sample's source in the baseline of `grpo`; 0 = off."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("kind", ADVANTAGES), ("std", STDS)):
@@ -125,5 +127,10 @@ class AdvantageSpec:
 
     @classmethod
     def from_config(cls, algorithm: Any) -> AdvantageSpec:
-        """The spec of a config section `algorithm` (attributes `advantage`, `std` and `shift_mean`)."""
-        return cls(kind=algorithm.advantage, std=algorithm.std, shift_mean=algorithm.shift_mean)
+        """The spec of a config section `algorithm`."""
+        return cls(
+            kind=algorithm.advantage,
+            std=algorithm.std,
+            shift_mean=algorithm.shift_mean,
+            ema_baseline=algorithm.ema_baseline,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,6 +40,15 @@ def broadcast_to_model_parallel(data: bytes | None) -> bytes:
     if buffer.numel():
         dist.broadcast(buffer, src=source, group=group)
     return buffer.cpu().numpy().tobytes()
+
+
+def sum_over_data_parallel(values: np.ndarray) -> np.ndarray:
+    """float64 `values` of any shape, added up over data-parallel ranks. Collective over them."""
+    from megatron.core import parallel_state
+
+    tensor = torch.from_numpy(values.astype(np.float64)).to(device())
+    dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+    return tensor.cpu().numpy()
 
 
 def on_rank_zero(call: Callable[[], object], error: type[Exception]) -> None:
