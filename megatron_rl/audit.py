@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.run_dir import RunDir
-from megatron_rl.config import load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.data import PromptCursor
 from megatron_rl.policy import checkpoint
 from megatron_rl.rollout.controller import Prompts
@@ -26,17 +26,26 @@ def audit_run(run_dir: Path) -> Audit:
         raise LedgerError(f"{run_dir} is not the directory of a run: it has no config.yaml; give the run_dir of one")
     cfg = load_config(RunDir(run_dir).config)
     prompts = Prompts(cfg)
-    cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
     newest = checkpoint.latest(run_dir)
-    books = None if newest is None else _books(newest)
-    step = 0 if newest is None else checkpoint.step_of(newest)
-    if books is not None:
-        cursor.load_state_dict(books["cursor"])  # refuses other prompts than the run's
+    if newest is None:
+        books, step, cursor = None, 0, cursor_of(cfg, prompts)
+    else:
+        checkpoint.verify(newest)
+        books, step = saved_books(newest), checkpoint.step_of(newest)
+        cursor = cursor_of(cfg, prompts, books)
     ids = [record.id for record in prompts.train]
     return audit(Ledger(run_dir).read(), cursor, ids, prompts.rejected, books, step)
 
 
-def _books(folder: Path) -> dict[str, Any]:
-    checkpoint.verify(folder)
+def cursor_of(cfg: Config, prompts: Prompts, books: dict[str, Any] | None = None) -> PromptCursor:
+    """The cursor that deals `prompts`, at its place by the `saved_books`. Raises DataError when those are of others."""
+    cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
+    if books is not None:
+        cursor.load_state_dict(books["cursor"])
+    return cursor
+
+
+def saved_books(folder: Path) -> dict[str, Any]:
+    """What the controller knew of its prompts when the checkpoint in `folder` was written."""
     _, metadata = decode(checkpoint.read_extra(folder)["controller"])
     return metadata["state"]["pool"] | {"finished": [group["id"] for group in metadata["groups"]]}

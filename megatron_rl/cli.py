@@ -80,11 +80,11 @@ def train(
     from megatron_rl.preflight import check_inputs, checkpoint_to_resume
 
     cfg = load_config(config, overrides or ())
-    hf = check_inputs(cfg)
+    inputs = check_inputs(cfg)
     if dry_run:
-        _print_plan(cfg, make_plan(cfg, hf))
+        _print_plan(cfg, make_plan(cfg, inputs.hf))
         return
-    goes_on = Resume(lambda: checkpoint_to_resume(Path(cfg.run_dir), resume_from), accept_changes)
+    goes_on = Resume(lambda: checkpoint_to_resume(cfg, inputs.prompts, resume_from), accept_changes)
     code = run_local(cfg, goes_on if resume or resume_from is not None else None)
     if code == EXIT_RESUMABLE:
         errors.print(f"ended by a signal; the same command with --resume goes on with {cfg.run_dir}")

@@ -5,9 +5,11 @@ Seconds on the login node instead of an error after hours in the queue. The conf
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_rl.audit import cursor_of, saved_books
 from megatron_rl.config import Config, ConfigError, HfConfig, check
 from megatron_rl.data import DataError, PromptDataset, check_targets
 from megatron_rl.policy import checkpoint
@@ -19,8 +21,16 @@ INPUT_ERRORS = (DataError, RewardError)
 """What a wrong input raises, beside `ConfigError`; each message is complete."""
 
 
-def check_inputs(cfg: Config) -> HfConfig:
-    """Read every prompt, tokenise it and measure it; load every verifier. Returns the model's facts.
+@dataclass(frozen=True)
+class Inputs:
+    """What was read on the way: the model's facts, and the prompts."""
+
+    hf: HfConfig
+    prompts: Prompts
+
+
+def check_inputs(cfg: Config) -> Inputs:
+    """Read every prompt, tokenise it and measure it; load every verifier.
 
     Raises:
         ConfigError: a value that cannot run, with all others found; a package that it needs is not installed.
@@ -43,16 +53,21 @@ def check_inputs(cfg: Config) -> HfConfig:
     RewardPool(cfg.reward)  # refuses verifiers that need processes of their own when there are none
     for component in cfg.reward.components:
         load_verifier(component.name, component.args)
-    return hf
+    return Inputs(hf, prompts)
 
 
-def checkpoint_to_resume(run_dir: Path, step: int | None) -> Path | None:
+def checkpoint_to_resume(cfg: Config, prompts: Prompts, step: int | None) -> Path | None:
     """The checkpoint of `step`, or the newest one; None when the run has not saved any yet.
 
     Raises:
         CheckpointError: there is none of that step, or it is damaged; the message names the file.
+        DataError: the run has dealt from other prompts than `prompts`, or in another order.
     """
-    found = checkpoint.latest(run_dir) if step is None else checkpoint.at(run_dir, step)
+    found = checkpoint.latest(Path(cfg.run_dir)) if step is None else checkpoint.at(Path(cfg.run_dir), step)
     if found is not None:
         checkpoint.verify(found)
+        try:
+            cursor_of(cfg, prompts, saved_books(found))
+        except DataError as error:
+            raise DataError(f"data.prompts={cfg.data.prompts} does not go on with {found}: {error}") from error
     return found

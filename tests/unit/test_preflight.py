@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import ConfigError
+from megatron_rl.audit import cursor_of
+from megatron_rl.config import Config, ConfigError, dump
 from megatron_rl.data import DataError
 from megatron_rl.data.tiny_model import write_tiny_model
-from megatron_rl.preflight import check_inputs
+from megatron_rl.policy import checkpoint
+from megatron_rl.preflight import check_inputs, checkpoint_to_resume
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rollout.controller import Prompts
+from megatron_rl.rollout.wire import encode
 
 from .rollout_rig import config
 
@@ -47,6 +51,32 @@ def test_no_answer_is_asked_for_that_no_verifier_needs(tmp_path: Path, model: Pa
     file.write_text(json.dumps({"prompt": "2"}) + "\n")
     names = ("countdown_format", "tests.unit.rollout_hooks:even_count")
     check_inputs(config(tmp_path / "run", model, [], reward=reward(*names), data={"prompts": str(file)}))
+
+
+def test_other_prompts_than_those_of_the_run_are_refused_whatever_its_config_says(tmp_path: Path, model: Path) -> None:
+    run, first, other = tmp_path / "run", tmp_path / "first.jsonl", tmp_path / "other.jsonl"
+    first.write_text(json.dumps({"prompt": "2"}) + "\n")
+    other.write_text(first.read_text() + json.dumps({"prompt": "3"}) + "\n")
+    named = ("tests.unit.rollout_hooks:even_count",)
+    mine, theirs = (config(run, model, [], reward=reward(*named), data={"prompts": str(f)}) for f in (first, other))
+    save(mine, check_inputs(mine).prompts)
+    (run / "config.yaml").write_text(dump(theirs))
+    assert checkpoint_to_resume(mine, check_inputs(mine).prompts, None) == run / "checkpoints" / "step-000001"
+    told = rf"data\.prompts={other} does not go on with {run}/checkpoints/step-000001: .*size 1 then, 2 now"
+    with pytest.raises(DataError, match=told):
+        checkpoint_to_resume(theirs, check_inputs(theirs).prompts, None)
+    reordered = mine.model_copy(update={"seed": 5})
+    with pytest.raises(DataError, match="seed 3 then, 5 now"):
+        checkpoint_to_resume(reordered, check_inputs(reordered).prompts, None)
+
+
+def save(cfg: Config, prompts: Prompts) -> None:
+    """A checkpoint of step 1, as far as prompts are concerned."""
+    books = {"cursor": cursor_of(cfg, prompts).state_dict()}
+    controller = encode({}, {"state": {"pool": books}, "groups": []})
+    checkpoint.begin(Path(cfg.run_dir), 1)
+    facts = {"metric": None, "layout": {}, "config_hash": "", "digests": {}}
+    checkpoint.complete(Path(cfg.run_dir), 1, {"controller": controller}, **facts)
 
 
 def test_a_missing_package_for_logging_is_found_before_anything_starts(
