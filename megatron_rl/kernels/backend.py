@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.losses import TokenTensors
+from megatron_rl.algorithms.spec import LossSpec
+
 from . import vocab_gradient as _gradient
 from . import vocab_statistics as _statistics
+from .linear_statistics import linear_statistics as _linear
+from .token_loss import PolicyLossOutput
+from .token_loss import token_loss as _token_loss
 from .vocab_rows import Rows
 from .vocab_statistics import Merged
 
@@ -63,7 +70,26 @@ def logits_gradient(
         grad=grad,
         entropy=entropy,
         entropy_grad=entropy_grad,
+        out=out,
     )
+
+
+def linear_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    index: Tensor | None,
+    inverse_temperature: Tensor | None,
+    valid: int,
+    with_entropy: bool,
+) -> Tensor:
+    """`linear_statistics.linear_statistics`."""
+    return _linear(hidden, weight, target, index, inverse_temperature, valid, with_entropy)
+
+
+def token_loss(log_probs: Tensor, spec: LossSpec, **tensors: Unpack[TokenTensors]) -> PolicyLossOutput:
+    """`token_loss.token_loss`."""
+    return _token_loss(log_probs, spec, **tensors)
 
 
 def _on_triton(x: Tensor) -> bool:

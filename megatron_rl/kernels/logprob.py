@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .vocab_gradient import logits_gradient
+from .backend import combine, logits_gradient, vocab_statistics
+from .checks import check_ids, check_rows, live_inverse
+from .shard import Shard
 from .vocab_rows import Rows, compute_dtype
-from .vocab_statistics import combine, vocab_statistics
 
 
 def vocab_parallel_logprob(
@@ -48,17 +49,18 @@ def vocab_parallel_logprob(
     Raises:
         ValueError: shapes disagree, an id lies outside the vocabulary, or a temperature is not positive.
     """
-    width = logits.shape[-1] * _size(group)
-    vocab_size = width if vocab_size is None else vocab_size
-    _check_shapes(logits, target, temperature)
-    if not 0 < vocab_size <= width:
-        raise ValueError(
-            f"vocab_size={vocab_size} does not fit logits of {width} columns over all ranks; use 1 .. {width}"
-        )
-    _check_ids(target, vocab_size)
-    log_probs, entropy = _VocabParallelLogprob.apply(
-        logits, target.long(), group, temperature, vocab_size, with_entropy, entropy_requires_grad
+    check_rows("logits", logits, target, temperature)
+    shard = Shard.of(logits.shape[1], vocab_size, group)
+    some_masked = check_ids(target, logits.shape[1] * shard.size if vocab_size is None else vocab_size)
+    index = (target >= 0).nonzero().squeeze(1) if some_masked else None
+    rows = Rows(
+        logits.detach(),
+        _select(target, index).long() - shard.start,
+        index,
+        live_inverse(temperature, index, target, compute_dtype(logits)),
+        shard.valid,
     )
+    log_probs, entropy = _VocabParallelLogprob.apply(logits, rows, shard, with_entropy, entropy_requires_grad)
     return log_probs, entropy
 
 
@@ -69,17 +71,14 @@ class _VocabParallelLogprob(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        target: Tensor,
-        group: dist.ProcessGroup | None,
-        temperature: float | Tensor,
-        vocab_size: int,
+        rows: Rows,
+        shard: Shard,
         with_entropy: bool,
         entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # an unused output then costs nothing in backward
-        rows = _live_rows(logits, target, group, temperature, vocab_size)
         stats, kept = vocab_statistics(rows, with_entropy, keep=ctx.needs_input_grad[0])
-        merged = combine(_gather(stats, group), _rank(group))
+        merged = combine(shard.gather(stats)(), shard.rank)
         ctx.save_for_backward(
             logits,
             rows.target,
@@ -105,7 +104,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         logits, target, index, inverse_temperature, maximum, kept, log_norm, entropy = ctx.saved_tensors
         rows = Rows(logits, target, index, inverse_temperature, ctx.valid)
         if grad is None and entropy_grad is None:
-            return (None,) * 7
+            return (None,) * 5
         d = logits_gradient(
             rows,
             maximum=maximum,
@@ -115,40 +114,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
             entropy=entropy,
             entropy_grad=None if entropy_grad is None else _select(entropy_grad, index),
         )
-        return (d,) + (None,) * 6
-
-
-def _live_rows(
-    logits: Tensor, target: Tensor, group: dist.ProcessGroup | None, temperature: float | Tensor, vocab_size: int
-) -> Rows:
-    width = logits.shape[1]
-    start = _rank(group) * width
-    all_live = target.numel() == 0 or int(target.min()) >= 0
-    index = None if all_live else (target >= 0).nonzero().squeeze(1)
-    local = _select(target, index) - start
-    return Rows(
-        logits.detach(),
-        local,
-        index,
-        _inverse_temperature(temperature, index, local, compute_dtype(logits)),
-        min(width, max(0, vocab_size - start)),
-    )
-
-
-def _inverse_temperature(
-    temperature: float | Tensor, index: Tensor | None, like: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    """1 / temperature [n, 1] of the live rows; None when it is the number 1 and the pass can be saved."""
-    if not isinstance(temperature, Tensor):
-        if temperature == 1.0:
-            return None
-        return torch.full((like.shape[0], 1), 1.0 / temperature, dtype=dtype, device=like.device)
-    live = _select(temperature, index)
-    if not bool((live > 0).all()):
-        raise ValueError(f"temperature={float(live[~(live > 0)][0])} at a live token: it must be greater than 0")
-    if bool((live == 1).all()):
-        return None
-    return live.to(dtype).reciprocal().unsqueeze(1)
+        return (d,) + (None,) * 4
 
 
 def _select(values: Tensor, index: Tensor | None) -> Tensor:
@@ -159,45 +125,3 @@ def _scatter(values: Tensor, rows: Rows) -> Tensor:
     if rows.index is None:
         return values
     return values.new_zeros(rows.logits.shape[0]).index_copy_(0, rows.index, values)
-
-
-def _gather(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[4, n] of this rank -> [ranks, 4, n]. Every rank of the group sees the same targets, hence the same n."""
-    world = _size(group)
-    if world == 1 or stats.numel() == 0:
-        return stats.expand(world, *stats.shape)
-    out = stats.new_empty(world * stats.shape[0], stats.shape[1])
-    dist.all_gather_into_tensor(out, stats, group=group)
-    return out.view(world, *stats.shape)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
-
-
-def _check_shapes(logits: Tensor, target: Tensor, temperature: float | Tensor) -> None:
-    if logits.dim() != 2 or target.shape != logits.shape[:1]:
-        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: expected [T, W] and [T]")
-    if isinstance(temperature, Tensor):
-        if temperature.shape != target.shape:
-            raise ValueError(
-                f"temperature {tuple(temperature.shape)}: expected a number or one a token, {tuple(target.shape)}"
-            )
-    elif not temperature > 0:
-        raise ValueError(f"temperature={temperature}: it must be greater than 0")
-
-
-def _check_ids(target: Tensor, vocab_size: int) -> None:
-    if target.numel() == 0:
-        return
-    lowest, highest = torch.aminmax(target)
-    if int(lowest) < -1 or int(highest) >= vocab_size:
-        at = int(((target < -1) | (target >= vocab_size)).nonzero()[0])
-        raise ValueError(
-            f"target[{at}]={int(target[at])} is outside the vocabulary: ids are 0 .. {vocab_size - 1}, or -1 for a "
-            "masked token; check that tokenizer and model belong together"
-        )

@@ -112,7 +112,7 @@ def softmax_(x: Tensor, maximum: Tensor, out: Tensor) -> Tensor:
 
 
 def denominator(p: Tensor) -> Tensor:
-    """s [b] = Σ exp(x - max x) of softmax rows p [b, valid]: the largest of them is exp(0) / s. Finite for rows of 0."""
+    """s [b] = Σ exp(x - max x) of softmax rows p [b, valid]: the largest is exp(0) / s. Finite for rows of 0."""
     return p.amax(1).reciprocal_().clamp_(max=1e12)
 
 
