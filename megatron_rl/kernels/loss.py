@@ -18,24 +18,22 @@ from .token_loss import PolicyLossOutput
 def policy_loss(log_probs: Tensor, spec: LossSpec, **tensors: Unpack[TokenTensors]) -> PolicyLossOutput:
     """Weighted sum of per-token losses, differentiable in `log_probs` and `entropy`.
 
-        Its gradient is known when the call returns: on CUDA one kernel writes it in closed form for the built-in losses;
-        elsewhere, and for losses of one's own, autograd runs over `algorithms.losses.policy_loss`.
+    Its gradient is known when the call returns: on CUDA one kernel writes it in closed form for built-in losses;
+    elsewhere, and for losses of one's own, autograd runs over `algorithms.losses.policy_loss`.
 
-        Args:
-            log_probs: [T] float32 (or float64) of the current policy.
-            spec: which loss and its constants.
-            tensors: `weights` and whatever else the spec needs, as for `algorithms.losses.policy_loss`.
+    Args:
+        log_probs: [T] float32 (or float64) of the current policy.
+        spec: which loss and its constants.
+        tensors: `weights` and whatever else the spec needs, as for `algorithms.losses.policy_loss`.
 
-        Raises:
-            ValueError: a tensor that the spec needs is missing or has another shape.
+    Raises:
+        ValueError: a tensor that the spec needs is missing or has another shape.
 
-        >>> import torch
-        >>> from megatron_rl.algorithms.losses import TokenTensors
-    from megatron_rl.algorithms.spec import LossSpec
-        >>> ones = torch.ones(2)
-        >>> out = policy_loss(torch.tensor([-1.0, -2.0]), LossSpec(), weights=ones / 2, advantages=ones)
-        >>> float(out.loss), out.d_log_probs.tolist(), out.flags.tolist()
-        (-1.0, [-0.5, -0.5], [0, 0])
+    >>> import torch
+    >>> ones = torch.ones(2)
+    >>> out = policy_loss(torch.tensor([-1.0, -2.0]), LossSpec(), weights=ones / 2, advantages=ones)
+    >>> float(out.loss), out.d_log_probs.tolist(), out.flags.tolist()
+    (-1.0, [-0.5, -0.5], [0, 0])
     """
     return PolicyLossOutput(*_PolicyLoss.apply(log_probs, tensors.get("entropy"), spec, tensors))
 
