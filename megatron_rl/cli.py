@@ -92,6 +92,50 @@ def train(
 
 
 @app.command()
+def slurm(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of an earlier job in run_dir.")
+    ] = False,
+    resume_from: Annotated[
+        int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
+    ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Go on although the configuration is not the one that the run had.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print which nodes do what, and the sbatch line; start nothing.")
+    ] = False,
+    cpus: Annotated[int, typer.Option(help="With --dry-run outside a job: CPUs of a node.")] = 64,
+    gpus: Annotated[int, typer.Option(help="With --dry-run outside a job: GPUs of a node.")] = 0,
+) -> None:
+    """Train inside a Slurm allocation; launch/train.sbatch calls this. It starts, watches and restarts all steps.
+
+    Example: megatron-rl slurm --dry-run --gpus 8 --cpus 96 my.yaml
+
+    Exit code: 0 complete, 1 failed too often, 2 the configuration cannot run here, 75 saved by a signal.
+    """
+    from megatron_rl.cluster.slurm.placement import plan_rows
+    from megatron_rl.cluster.slurm.supervisor import Start, run_in_allocation
+    from megatron_rl.monitor.logs import setup_logging
+    from megatron_rl.preflight import check_inputs, checkpoint_to_resume
+
+    cfg = load_config(config, overrides or ())
+    inputs = check_inputs(cfg)
+    if dry_run:
+        _print_plan(cfg, make_plan(cfg, inputs.hf), plan_rows(cfg, cpus, gpus))
+        return
+    setup_logging("job", 0, None, cfg.logging.level)
+    start = Start(
+        lambda: checkpoint_to_resume(cfg, inputs.prompts, None),
+        (lambda: checkpoint_to_resume(cfg, inputs.prompts, resume_from)) if resume or resume_from is not None else None,
+        accept_changes,
+    )
+    raise typer.Exit(run_in_allocation(cfg, start))
+
+
+@app.command()
 def rollout(
     config: Annotated[Path, typer.Option(help="Resolved configuration of the run.")],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = all, known by this node's name.")] = (
@@ -189,10 +233,10 @@ def config(
         raise ConfigError("config: give a CONFIG.yaml, or --schema for all keys")
 
 
-def _print_plan(cfg: Config, plan: Plan) -> None:
+def _print_plan(cfg: Config, plan: Plan, nodes: list[tuple[str, str, str]] | None = None) -> None:
     console = Console(highlight=False)
     console.print(dump(cfg), soft_wrap=True)
-    for heading, rows in plan.sections.items():
+    for heading, rows in (plan.sections | ({"Slurm": nodes} if nodes else {})).items():
         table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for row in rows:
             table.add_row(*row)
@@ -204,6 +248,7 @@ def main() -> None:
     """Entry point: an expected failure is one message and exit code 1 (2 when nothing was started for it)."""
     from megatron_rl.cluster.local import RunFailed
     from megatron_rl.cluster.run_dir import RunDirError
+    from megatron_rl.cluster.slurm.allocation import SlurmError
     from megatron_rl.monitor.report_data import ReportError
     from megatron_rl.policy.checkpoint import CheckpointError
     from megatron_rl.preflight import INPUT_ERRORS
@@ -213,7 +258,7 @@ def main() -> None:
         app()
     except (ConfigError, *INPUT_ERRORS) as error:
         _fail(error, 2)
-    except (CheckpointError, LedgerError, ReportError, RunDirError, RunFailed) as error:
+    except (CheckpointError, LedgerError, ReportError, RunDirError, RunFailed, SlurmError) as error:
         _fail(error, 1)
 
 

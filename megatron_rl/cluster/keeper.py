@@ -46,8 +46,8 @@ def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
     for number in PASSED:
         signal.signal(number, receive)
     child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL)
-    for number in early:
-        _react(child, number, on_stop, patience_s)
+    for missed in early:
+        _react(child, missed, on_stop, patience_s)
     code = child.wait()
     kill_tagged(tag)
     return code if code >= 0 else 128 - code

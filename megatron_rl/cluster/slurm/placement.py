@@ -122,6 +122,20 @@ def need(cfg: Config, shape: NodeShape) -> Need:
     return Need(trainer, engines, c.spare_nodes, ranks, per_node, c.placement == "colocated")
 
 
+def plan_rows(cfg: Config, cpus: int, gpus: int) -> list[tuple[str, str, str]]:
+    """Which nodes would do what, and how to ask for them: for a plan before there is an allocation.
+
+    Raises:
+        ConfigError: the sizes contradict each other.
+    """
+    shape = NodeShape(cpus, gpus)
+    needed = need(cfg, shape)
+    count = needed.nodes + needed.spares
+    rows = place(cfg, needed, [f"node{i}" for i in range(1, count + 1)], shape).rows()
+    options = f"--nodes={count}" + (f" --gpus-per-node={gpus}" if gpus else "")
+    return [*rows, ("submit", f"sbatch {options} launch/train.sbatch ...", f"nodes of {cpus} CPUs, {gpus} GPUs")]
+
+
 def require_allocation(needed: Need, nodes: Sequence[str]) -> None:
     """Refuse an allocation that has too few nodes, or some that would stand idle unasked. Raises ConfigError."""
     wanted = needed.nodes + needed.spares
