@@ -84,11 +84,15 @@ def linear_statistics(
     with_entropy: bool,
 ) -> Tensor:
     """`linear_statistics.linear_statistics`."""
+    if _on_triton(hidden):
+        return _triton().linear_statistics(hidden, weight, target, index, inverse_temperature, valid, with_entropy)
     return _linear(hidden, weight, target, index, inverse_temperature, valid, with_entropy)
 
 
 def token_loss(log_probs: Tensor, spec: LossSpec, **tensors: Unpack[TokenTensors]) -> PolicyLossOutput:
-    """`token_loss.token_loss`."""
+    """`token_loss.token_loss`; on a GPU in closed form where there is one."""
+    if _on_triton(log_probs) and spec.kind in _triton().KINDS:
+        return _triton().token_loss(log_probs, spec, **tensors)
     return _token_loss(log_probs, spec, **tensors)
 
 

@@ -13,6 +13,8 @@ same source with numpy, program by program, and is blind to:
 """
 
 from .gradient import logits_gradient
+from .linear import linear_statistics
 from .statistics import combine, merge, vocab_statistics
+from .token_loss import KINDS, token_loss
 
-__all__ = ["combine", "logits_gradient", "merge", "vocab_statistics"]
+__all__ = ["KINDS", "combine", "linear_statistics", "logits_gradient", "merge", "token_loss", "vocab_statistics"]

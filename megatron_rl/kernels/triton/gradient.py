@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..vocab_rows import Rows
-from .launch import MOST_NEGATIVE, columns_block, emulates_rounding, or_any, rounded, warps
+from .launch import LN_2, LOG2_E, MOST_NEGATIVE, columns_block, emulates_rounding, exp2, or_any, rounded, warps
 
 
 @triton.jit
@@ -23,6 +23,16 @@ def _write_zeros(to, width, BLOCK: tl.constexpr):
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         tl.store(to + columns, tl.zeros((BLOCK,), to.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _derivative(x, m, scale, norm, is_target, g, h, average, HAS_ENTROPY_GRAD: tl.constexpr):
+    """g (onehot - p) - h p (log p + H), with p log p = 0 where p = 0; scale, norm and H in units of log2, h of ln."""
+    log_p = (x - m) * scale - norm
+    d = g
+    if HAS_ENTROPY_GRAD:
+        d += h * (tl.maximum(log_p, MOST_NEGATIVE) + average)
+    return tl.where(is_target, g, 0.0) - exp2(log_p) * d
 
 
 @triton.jit
@@ -66,27 +76,31 @@ def logits_gradient_kernel(
         _write_zeros(to, width, BLOCK)
         return
     base = logits + row * row_stride
-    local = tl.load(target + i)
-    m = tl.load(maximum + i)
-    norm = tl.load(log_norm + i)
-    average = tl.load(entropy + i)
-    scale = 1.0
+    local = tl.load(target + i).to(tl.int32)
+    inverse = 1.0
     if HAS_TEMPERATURE:
-        scale = tl.load(inverse_temperature + i)
-        g *= scale
-        h *= scale
-    for start in range(0, width, BLOCK):
+        inverse = tl.load(inverse_temperature + i)
+    g *= inverse
+    h *= inverse * LN_2
+    m = tl.load(maximum + i) / inverse
+    norm = tl.load(log_norm + i) * LOG2_E
+    average = tl.load(entropy + i) * LOG2_E
+    scale = inverse * LOG2_E
+    whole = valid // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        x = tl.load(base + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
+        x = tl.load(base + columns).to(tl.float32)
         if OVERLAPS:
             tl.debug_barrier()
-        x = tl.where(columns < valid, x * scale, float("-inf"))
-        log_p = (x - m) - norm
-        p = tl.exp(log_p)
-        d = g
-        if HAS_ENTROPY_GRAD:
-            d += h * (tl.maximum(log_p, MOST_NEGATIVE) + average)
-        d = tl.where(columns == local, g, 0.0) - p * d
+        d = _derivative(x, m, scale, norm, columns == local, g, h, average, HAS_ENTROPY_GRAD)
+        tl.store(to + columns, rounded(d, EMULATE_ROUNDING).to(out.dtype.element_ty))
+    for start in range(whole, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(base + columns, mask=columns < width, other=0.0).to(tl.float32)
+        if OVERLAPS:
+            tl.debug_barrier()
+        x = tl.where(columns < valid, x, float("-inf"))
+        d = _derivative(x, m, scale, norm, columns == local, g, h, average, HAS_ENTROPY_GRAD)
         tl.store(to + columns, rounded(d, EMULATE_ROUNDING).to(out.dtype.element_ty), mask=columns < width)
 
 

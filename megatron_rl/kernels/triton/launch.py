@@ -6,10 +6,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 MOST_NEGATIVE = tl.constexpr(-1e20)
 """As in `vocab_statistics`: the maximum of an empty or all -inf slice, and what stands for log 0 where it is multiplied
 by 0."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels run in Triton's interpreter; decided when they are defined."""
 
 MAX_COLUMNS = 8192
 """Columns that a program holds in registers at once: 32 a thread, in loads of 128 bits. Tests make it small, so that
@@ -29,19 +36,23 @@ def warps(block: int) -> int:
     return max(1, min(8, block // 1024))
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter (decided when they were defined)."""
-    return bool(triton.knobs.runtime.interpret)
-
-
 def emulates_rounding(dtype: torch.dtype) -> bool:
     """The interpreter truncates when it stores float32 as bfloat16; a GPU rounds to nearest even."""
-    return interpreted() and dtype == torch.bfloat16
+    return bool(INTERPRETED.value) and dtype == torch.bfloat16
 
 
 def or_any(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     """A pointer for an argument that the kernel does not read."""
     return stand_in if tensor is None else tensor
+
+
+@triton.jit
+def exp2(x):
+    """2^x, one instruction on a GPU: libdevice's flushes denormals to 0, `tl.exp2` spends three more on them."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return libdevice.exp2(x)
 
 
 @triton.jit

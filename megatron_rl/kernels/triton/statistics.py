@@ -10,7 +10,22 @@ from torch import Tensor
 
 from ..vocab_rows import Rows
 from ..vocab_statistics import Merged
-from .launch import MOST_NEGATIVE, ROWS, columns_block, or_any, warps
+from .launch import LN_2, LOG2_E, MOST_NEGATIVE, ROWS, columns_block, exp2, or_any, warps
+
+
+@triton.jit
+def accumulate(x, m, s, u, scale, WITH_ENTROPY: tl.constexpr):
+    """(m, s, u) [A] of the rows of a tile, with the raw logits x [A, B] added; scale [A] = log2 e / temperature.
+
+    m is the maximum of raw logits, u is in units of log2: subtract first, then scale, and round to base e once."""
+    larger = tl.maximum(m, tl.max(x, axis=1))
+    z = (x - larger[:, None]) * scale[:, None]
+    moved = (m - larger) * scale
+    e = exp2(z)
+    shrink = exp2(moved)
+    if WITH_ENTROPY:  # e^z (z - a) = e^z z - a e^z; -inf is raised to a number, since 0 * -inf is NaN
+        u = (u + s * moved) * shrink + tl.sum(e * tl.maximum(z, MOST_NEGATIVE), axis=1)
+    return larger, s * shrink + tl.sum(e, axis=1), u
 
 
 @triton.jit
@@ -27,43 +42,47 @@ def vocab_statistics_kernel(
     HAS_INDEX: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One live row a program: (m, s, y, u), one pass over the row, 2 bytes a column for bfloat16 logits.
+    """One live row a program: (m, s, y, u), one pass over the row.
 
-    Loads are masked by the allocated width, which Megatron makes a multiple of 16, so that they stay 128 bits wide; the
-    padding columns from `valid` on are taken out in registers. One maximum for the whole block, not one a thread, so
-    that each element costs one exponential."""
+    VECTOR neighbouring columns, one load of one thread, share a running maximum: threads then need nothing of each
+    other until the row is read, and rescaling costs one exponential for VECTOR columns. Whole blocks go without masks.
+    The last one is masked by the allocated width, which Megatron makes a multiple of 16, so that its loads stay 128
+    bits wide too; padding columns, from `valid` on, are taken out in registers."""
     i = tl.program_id(0)
     row = i.to(tl.int64)
     if HAS_INDEX:
         row = tl.load(index + i)
-    scale = 1.0
+    inverse = 1.0
     if HAS_TEMPERATURE:
-        scale = tl.load(inverse_temperature + i)
+        inverse = tl.load(inverse_temperature + i)
     base = logits + row * row_stride
-    m = MOST_NEGATIVE
-    s = 0.0
-    u = 0.0
-    for start in range(0, valid, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(base + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
-        x = tl.where(columns < valid, x * scale, float("-inf"))
-        larger = tl.maximum(m, tl.max(x, axis=0))
-        z = x - larger
-        e = tl.exp(z)
-        shrink = tl.exp(m - larger)
-        if WITH_ENTROPY:  # exp(z) (z - a) = exp(z) z - a exp(z); -inf is raised to a number, since 0 * -inf is NaN
-            u = (u + s * (m - larger)) * shrink + tl.sum(e * tl.maximum(z, MOST_NEGATIVE), axis=0)
-        s = s * shrink + tl.sum(e, axis=0)
-        m = larger
+    LANES: tl.constexpr = BLOCK // VECTOR
+    scale = tl.full((LANES,), LOG2_E, tl.float32) * inverse
+    m = tl.full((LANES,), MOST_NEGATIVE, tl.float32)
+    s = tl.zeros((LANES,), tl.float32)
+    u = tl.zeros((LANES,), tl.float32)
+    tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    whole = valid // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        x = tl.load(base + start + tile).to(tl.float32)
+        m, s, u = accumulate(x, m, s, u, scale, WITH_ENTROPY)
+    if whole < valid:
+        columns = whole + tile
+        x = tl.load(base + columns, mask=columns < width, other=0.0).to(tl.float32)
+        m, s, u = accumulate(tl.where(columns < valid, x, float("-inf")), m, s, u, scale, WITH_ENTROPY)
+    top = tl.max(m, axis=0)
+    moved = (m - top) * scale
+    factor = exp2(moved)
     local = tl.load(target + i)
     owned = (local >= 0) & (local < valid)
-    y = tl.load(base + tl.where(owned, local, 0), mask=owned, other=0.0).to(tl.float32) * scale
-    tl.store(stats + i, m)
-    tl.store(stats + n + i, s)
-    tl.store(stats + 2 * n + i, y)
-    tl.store(stats + 3 * n + i, u)
+    y = tl.load(base + tl.where(owned, local, 0), mask=owned, other=0.0).to(tl.float32)
+    tl.store(stats + i, top * inverse)
+    tl.store(stats + n + i, tl.sum(s * factor, axis=0))
+    tl.store(stats + 2 * n + i, y * inverse)
+    tl.store(stats + 3 * n + i, tl.sum((u + s * moved) * factor, axis=0) * LN_2)
 
 
 @triton.jit
@@ -131,6 +150,7 @@ def vocab_statistics(rows: Rows, with_entropy: bool) -> Tensor:
         HAS_INDEX=rows.index is not None,
         HAS_TEMPERATURE=rows.inverse_temperature is not None,
         WITH_ENTROPY=with_entropy,
+        VECTOR=16 // rows.logits.element_size(),
         BLOCK=block,
         num_warps=warps(block),
     )
