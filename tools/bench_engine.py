@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -172,7 +173,8 @@ def _engine(model: Path, folder: Path, arguments: argparse.Namespace) -> Iterato
 def _engine_cost(server: Server, load: Load, group_size: int) -> Cost:
     before = server.cpu_seconds()
     seconds = asyncio.run(_post_all(server.url, load, group_size))
-    return Cost(seconds, server.cpu_seconds() - before)
+    # The system counts whole ticks: a load of a few tokens may take less than one.
+    return Cost(seconds, max(server.cpu_seconds() - before, 1 / os.sysconf("SC_CLK_TCK")))
 
 
 async def _post_all(url: str, load: Load, group_size: int) -> float:

@@ -113,6 +113,7 @@ def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float) -> int:
     passed_on, left_at = False, None
     while True:
         if asked.asked_at and not passed_on:
+            log.warning("asked to end: saving the run first, which may take %.0f s at most", 10 * stop_timeout_s)
             _pass_on(trainers)
             passed_on = True
         codes = [_exit_code(r, passed_on) for r in trainers]

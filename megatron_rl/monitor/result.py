@@ -44,12 +44,12 @@ class RunResult:
         """Take the `eval/...` metrics of the first and the last evaluation; either may be missing."""
         before, after = before or {}, after or {}
         return cls(
-            pass_at_1_before=before.get("eval/pass_at_1"),
-            pass_at_1_after=after.get("eval/pass_at_1"),
+            pass_at_1_before=_share(before, "pass_at_1"),
+            pass_at_1_after=_share(after, "pass_at_1"),
             pass_at_1_before_interval=_interval(before),
             pass_at_1_after_interval=_interval(after),
-            format_valid_before=before.get("eval/format_valid"),
-            format_valid_after=after.get("eval/format_valid"),
+            format_valid_before=_share(before, "format_valid"),
+            format_valid_after=_share(after, "format_valid"),
             train_seconds=round(train_seconds, 1),
             steps=steps,
             seed=seed,
@@ -81,6 +81,12 @@ class RunResult:
         return cls(**known)
 
 
+def _share(metrics: Mapping[str, float | None], name: str) -> float | None:
+    """To four digits: one sample among thousands moves no more than the last of them."""
+    value = metrics.get(f"eval/{name}")
+    return None if value is None else round(value, 4)
+
+
 def _interval(metrics: Mapping[str, float | None]) -> Interval | None:
-    low, high = metrics.get("eval/pass_at_1_low"), metrics.get("eval/pass_at_1_high")
+    low, high = _share(metrics, "pass_at_1_low"), _share(metrics, "pass_at_1_high")
     return None if low is None or high is None else (low, high)

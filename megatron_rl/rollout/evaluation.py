@@ -19,10 +19,10 @@ from megatron_rl.data import PromptDataset, PromptTokenizer
 
 from .client import EngineClient
 from .dump import evaluation_file, write_dump
-from .generate import fill
+from .generate import Examiner
 from .protocol import SamplingSettings
 from .sample import Group
-from .scoring import Verifiers, judge
+from .scoring import Verifiers
 
 log = logging.getLogger(__name__)
 SEQUENCES_PER_REQUEST = 16
@@ -64,7 +64,7 @@ class Evaluator:
         verifiers: Verifiers,
     ) -> None:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
-        self._client, self._verifiers = client, verifiers
+        self._examiner = Examiner(tokenizer, client, verifiers, cfg.seed)
         self._queue: asyncio.Queue[EvalJob] = asyncio.Queue()
         self.jobs: dict[str, EvalJob] = {}
 
@@ -114,17 +114,9 @@ class Evaluator:
     def _start(self, index: int, request: EvalRequest) -> Group:
         """Ids and seeds depend on the prompt's position only: every evaluation asks the same questions the same way."""
         assert self._dataset is not None
-        record = self._dataset[index]
-        return Group.start(
-            index,
-            record.id,
-            np.array(self._tokenizer.encode(record), np.int64),
-            request.samples_per_prompt,
-            run_seed=self._cfg.seed,
-            version=request.step,
-            temperature=self._temperature(request),
-            kind="e",
-        )
+        record, temperature = self._dataset[index], self._temperature(request)
+        size = request.samples_per_prompt
+        return self._examiner.start(index, record, size, version=request.step, temperature=temperature, kind="e")
 
     def _temperature(self, request: EvalRequest) -> float:
         return self._cfg.eval.temperature if request.temperature is None else request.temperature
@@ -134,10 +126,9 @@ class Evaluator:
         settings = SamplingSettings(
             temperature=self._temperature(request),
             max_new_tokens=request.max_response_tokens or self._cfg.rollout.max_response_tokens,
-            stop_token_ids=tuple(self._tokenizer.eos_token_ids),
+            stop_token_ids=self._examiner.stop_token_ids,
         )
-        await fill(groups, self._client, settings)
-        await asyncio.gather(*(judge(g, self._dataset[g.id], self._tokenizer, self._verifiers) for g in groups))
+        await self._examiner.answer(groups, [self._dataset[group.id] for group in groups], settings)
 
 
 def _first(error: BaseException) -> BaseException:
