@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .runs import QUICKSTART, ROOT
+import psutil
+
+from .runs import environment, train_command
 
 PATIENCE_S = 240.0
 
@@ -21,14 +22,11 @@ class LiveRun:
     """`megatron-rl train` in the background. Use as a context manager: what is left of it is killed at the end."""
 
     def __init__(self, folder: Path, inputs: Path, *words: str) -> None:
-        self.folder = folder
-        command = [sys.executable, "-m", "megatron_rl.cli", "train", str(QUICKSTART), f"run_dir={folder}"]
-        command += [f"vars.inputs={inputs}", "logging.console=plain", *words]
+        self.folder, self._began = folder, time.time()
         self._log = folder.with_name(folder.name + ".output")
+        command = train_command(folder, inputs, *words)
         with open(self._log, "wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-            )
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
 
     def __enter__(self) -> LiveRun:
         return self
@@ -44,21 +42,49 @@ class LiveRun:
         return self._log.read_text()
 
     def pid(self, role: str, rank: int = 0) -> int:
-        """Process id of launcher, trainer, controller, supervisor or engine. Waits until it has been started."""
+        """Process id of launcher, trainer, controller, supervisor, engine or reward worker, once it is there."""
+        if role == "launcher":
+            return self.process.pid
         found: list[int] = []
 
         def look() -> bool:
-            found[:] = [pid for pid, words in processes_of(self.folder) if _role(pid, words) == (role, rank)]
+            if role == "reward worker":
+                found[:] = [child.pid for child in psutil.Process(self.pid("controller")).children()][rank:]
+            else:
+                found[:] = [pid for pid, words in processes_of(self.folder) if _role(pid, words) == (role, rank)]
             return bool(found)
 
-        if role == "launcher":
-            return self.process.pid
         self.wait_until(f"a process {role}-{rank}", look)
         return found[0]
 
+    @property
+    def doing(self) -> str:
+        """What the run is at, as far as its files tell."""
+        done = max((row["step"] for row in self._new_rows if "policy/loss" in row), default=None)
+        if done is None:
+            return "starting"
+        if self.is_saving:
+            return f"saving step {done}"
+        if (self.folder / "weights" / f"v{done + 1:06d}").exists():
+            return f"publishing or evaluating step {done + 1}"
+        return f"sampling or training step {done + 1}"
+
+    @property
+    def is_saving(self) -> bool:
+        """Tensors of a checkpoint are being written; what an earlier start left behind does not count."""
+        try:
+            files = (self.folder / "checkpoints").glob(".tmp-step-*/policy/*")
+            return any(file.stat().st_mtime >= self._began for file in files)
+        except FileNotFoundError:  # renamed meanwhile: it is saved
+            return False
+
+    @property
+    def _new_rows(self) -> list[dict[str, Any]]:
+        return [row for row in rows(self.folder) if row["time"] >= self._began]
+
     def wait_for_step(self, step: int) -> None:
-        """Until the row of RL step `step` is written."""
-        self.wait_until(f"step {step}", lambda: any(r["step"] >= step for r in rows(self.folder)))
+        """Until this start has written the row of RL step `step`, or of a later one."""
+        self.wait_until(f"step {step}", lambda: any(row["step"] >= step for row in self._new_rows))
 
     def wait_until(self, what: str, condition: Callable[[], bool]) -> None:
         """Poll; fails when the run ends or `PATIENCE_S` pass before."""

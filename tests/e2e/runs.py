@@ -46,12 +46,21 @@ def make_inputs(folder: Path, seed: int = 1, **options: Any) -> Path:
     return folder
 
 
+def train_command(folder: Path, inputs: Path, *words: str, config: Path = QUICKSTART) -> list[str]:
+    """The command line of a run in `folder`. `words`: overrides and options."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(config), f"run_dir={folder}"]
+    return [*command, f"vars.inputs={inputs}", "logging.console=plain", *words]
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which the package of this checkout is found."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 def train(folder: Path, inputs: Path, *words: str, config: Path = QUICKSTART, timeout: float = 400) -> FinishedRun:
     """`megatron-rl train` to its end. `words`: overrides and options."""
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(config), f"run_dir={folder}"]
-    command += [f"vars.inputs={inputs}", "logging.console=plain", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = train_command(folder, inputs, *words, config=config)
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, env=environment()
     )
     return FinishedRun(done.returncode, done.stdout, folder)

@@ -6,10 +6,11 @@ Deterministic mode: every metric outside time/ and system/ must be equal to the 
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,11 @@ REFILL = (
     "rollout.dynamic_sampling=refill",
     "rollout.oversample=1.5",
     "reward.workers=1",
-    'reward.components=[{name: "tests.unit.rollout_hooks:even_count", correctness: true}, {name: sorting_format}]',
+    "reward.components=[{name: 'tests.unit.rollout_hooks:even_count_slowly', correctness: true}, "
+    "{name: sorting_format}]",
 )
+STEP_S = 0.5
+"""About how long a step with REFILL takes at least: 4 groups x 1.5 x 4 samples x 0.02 s."""
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +71,8 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     assert audit_run(folder).problems == []
 
 
-def test_term_in_the_warm_up_a_dead_engine_and_a_dead_controller_change_nothing(tmp_path: Path, inputs: Path) -> None:
-    words = ("steps=4", *TINY)
+def test_term_in_the_warm_up_and_dead_processes_change_nothing(tmp_path: Path, inputs: Path) -> None:
+    words = ("steps=4", *TINY, "reward.workers=1")
     expected = uninterrupted(tmp_path / "whole", inputs, *words)
     folder = tmp_path / "killed"
     with LiveRun(folder, inputs, *words) as run:
@@ -78,6 +82,7 @@ def test_term_in_the_warm_up_a_dead_engine_and_a_dead_controller_change_nothing(
     with LiveRun(folder, inputs, *words, "--resume") as run:
         run.wait_for_step(1)
         run.send(signal.SIGKILL, "engine")
+        run.send(signal.SIGKILL, "reward worker")
         run.wait_for_step(3)
         run.send(signal.SIGKILL, "controller")
         assert run.end() == 1, run.output
@@ -91,35 +96,58 @@ def test_term_in_the_warm_up_a_dead_engine_and_a_dead_controller_change_nothing(
     assert audit_run(folder).epochs == [whole, whole]
 
 
-def wait_for_save(run: LiveRun) -> None:
-    run.wait_until("a save", lambda: any((run.folder / "checkpoints").glob(".tmp-step-*/policy/*")))
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to one process, within about one step of the moment when `step` is written down."""
+
+    role: str
+    rank: int
+    step: int
+    said: str | None
+    """What the launcher says of it when the run ends; None: the run goes on."""
+    while_saving: bool = False
+
+    def carry_out(self, run: LiveRun, dice: random.Random) -> str:
+        """Returns what the run was at."""
+        run.wait_for_step(self.step)
+        if self.while_saving:
+            run.wait_until("a save", lambda: run.is_saving)
+        else:
+            time.sleep(dice.uniform(0.0, STEP_S))
+        doing = run.doing
+        run.send(signal.SIGKILL, self.role, self.rank)
+        return doing
 
 
-def a_moment(dice: random.Random) -> Callable[[LiveRun], None]:
-    delay = dice.uniform(0.0, 0.8)
-    return lambda run: time.sleep(delay)
+KILLS = (
+    (Kill("reward worker", 0, 1, None), Kill("trainer", 0, 2, "trainer")),
+    (Kill("controller", 0, 3, "controller-0 was ended by SIGKILL"),),
+    (Kill("trainer", 0, 5, "trainer", while_saving=True),),
+    (Kill("engine", 0, 5, None), Kill("trainer", 1, 6, "trainer")),
+    (Kill("launcher", 0, 7, ""),),
+    (Kill("supervisor", 0, 8, "engine-0 was ended by SIGKILL"),),
+)
+"""By start of the run; the last of each ends it. Steps are left behind the last one, so that no run is over before."""
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_six_times_is_the_run_that_was_not(tmp_path: Path, inputs: Path) -> None:
-    """Twelve steps with groups that are filtered and sampled ahead, over several epochs of eight prompts."""
-    words, folder, dice = ("steps=12", *REFILL), tmp_path / "killed", random.Random(20)
+@pytest.mark.parametrize("seed", [20])
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: Path, inputs: Path, seed: int) -> None:
+    """Twelve steps with groups that are filtered and sampled ahead, over several epochs of eight prompts.
+
+    With -s it shows a table of the kills.
+    """
+    words, folder, dice = ("steps=12", *REFILL), tmp_path / "killed", random.Random(seed)
     expected = uninterrupted(tmp_path / "whole", inputs, *words)
-    kills: list[tuple[str, int, Callable[[LiveRun], None], str]] = [
-        ("trainer", 0, a_moment(dice), "trainer"),
-        ("controller", 0, a_moment(dice), "controller-0 was ended by SIGKILL"),
-        ("trainer", 0, wait_for_save, "trainer"),
-        ("trainer", 1, a_moment(dice), "trainer"),
-        ("launcher", 0, a_moment(dice), ""),
-        ("supervisor", 0, a_moment(dice), "engine-0 was ended by SIGKILL"),
-    ]
-    for number, (role, rank, moment, message) in enumerate(kills):
+    for kills in KILLS:
+        began, told = time.monotonic(), []
         with LiveRun(folder, inputs, *words, "--resume") as run:
-            run.wait_for_step(2 * number - dice.randrange(2) if number else 1)
-            moment(run)
-            run.send(signal.SIGKILL, role, rank)
-            assert run.end() == (-9 if role == "launcher" else 1), run.output
-            assert message in run.output
+            for kill in kills:
+                told.append(f"{kill.role} {kill.rank} while {kill.carry_out(run, dice)}")
+            code = run.end()
+            print(f"{time.monotonic() - began:6.1f} s to exit code {code}: kill -9 of {', then '.join(told)}")
+            assert code == (-9 if kills[-1].role == "launcher" else 1), run.output
+            assert (kills[-1].said or "") in run.output
     resumed = train(folder, inputs, *words, "--resume")
     assert resumed.code == 0, resumed.output
     assert_same_run(folder, expected)
@@ -129,7 +157,7 @@ def test_a_run_that_is_killed_six_times_is_the_run_that_was_not(tmp_path: Path, 
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_at_any_time_is_the_run_that_was_not(tmp_path: Path, inputs: Path) -> None:
     """TERM to the launcher while ranks start, while rollouts are awaited (the engine stands still), and in mid-step."""
-    words, folder, dice = ("steps=7", *REFILL, "checkpoint.every=0"), tmp_path / "stopped", random.Random(21)
+    words, folder, dice = ("steps=12", *REFILL, "checkpoint.every=0"), tmp_path / "stopped", random.Random(21)
     expected = uninterrupted(tmp_path / "whole", inputs, *words)
     with LiveRun(folder, inputs, *words) as run:
         run.pid("trainer", 1)
@@ -145,7 +173,7 @@ def test_a_run_that_is_asked_to_stop_at_any_time_is_the_run_that_was_not(tmp_pat
         assert run.end() == 75, run.output
     with LiveRun(folder, inputs, *words, "--resume") as run:
         run.wait_for_step(4)
-        time.sleep(dice.uniform(0.0, 0.8))
+        time.sleep(dice.uniform(0.0, STEP_S))
         run.send(signal.SIGTERM, "launcher")
         assert run.end() == 75, run.output
     resumed = train(folder, inputs, *words, "--resume")
@@ -163,6 +191,38 @@ def test_an_engine_that_dies_too_often_ends_the_run_which_names_it(tmp_path: Pat
         assert f"error: engine-0 failed with exit code 1; log {folder}/logs/engine-0.log" in run.output
         assert "the engine was ended by SIGKILL" in run.output
         assert "cluster.max_engine_restarts" in run.output
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_silent_ends_the_run_at_the_deadline_with_its_name_and_log(
+    tmp_path: Path, inputs: Path
+) -> None:
+    """It is alive, so that nobody restarts it, and answers nothing: while sampling, and while weights are published."""
+    folder = tmp_path / "run"
+    with LiveRun(folder, inputs, "steps=9", *REFILL, "rollout.request_timeout_s=6") as run:
+        run.wait_for_step(1)
+        run.send(signal.SIGSTOP, "engine")
+        assert run.end() == 1
+        assert re.search(r"engine http://\S+: no answer to /generate .* within 6 s", run.output), run.output
+        assert f"look at {folder}/logs/engine-0.log" in run.output
+    folder = tmp_path / "other"
+    with LiveRun(folder, inputs, "steps=9", *REFILL, "engine.update_timeout_s=6") as run:
+        run.wait_until("an engine", lambda: (folder / "endpoints" / "engine-0.json").exists())
+        run.send(signal.SIGSTOP, "engine")
+        assert run.end() == 1
+        assert re.search(r"weight update to version \d+ .*not finished within 6 s; waiting for http://", run.output)
+        assert f"look at {folder}/logs/engine-0.log" in run.output
+
+
+@pytest.mark.slow
+def test_a_controller_that_is_silent_ends_the_run_at_the_deadline_with_its_log(tmp_path: Path, inputs: Path) -> None:
+    folder = tmp_path / "run"
+    with LiveRun(folder, inputs, "steps=9", *REFILL, "cluster.controller_timeout_s=5") as run:
+        run.wait_for_step(1)
+        run.send(signal.SIGSTOP, "controller")
+        assert run.end() == 1
+        assert re.search(r"the controller at http://\S+ does not answer", run.output), run.output
+        assert f"look at {folder}/logs/controller-0.log" in run.output
 
 
 @pytest.mark.slow
