@@ -105,6 +105,7 @@ def _recorder(cfg: Config, resume_from: Path | None) -> Recorder:
         cfg.name,
         console=cfg.logging.console,
         updates_per_batch=cfg.algorithm.updates_per_batch,
+        loss=cfg.algorithm.loss,
         resume_step=checkpoint.step_of(resume_from) if resume_from else before_warm_up,
         tensorboard=cfg.logging.tensorboard,
         wandb_project=cfg.logging.wandb_project if cfg.logging.wandb else None,

@@ -10,7 +10,8 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from .health_rules import CLIP_RULES, RULES, Rule, Trend
+from .clip_rules import clip_rules
+from .health_rules import RULES, Rule, Trend
 from .metrics import MetricValue
 
 
@@ -26,17 +27,18 @@ class HealthMonitor:
         self,
         *,
         updates_per_batch: int = 1,
+        loss: str = "ppo",
         baseline_steps: int = 10,
         patience: int = 5,
         smoothing: float = 0.2,
     ) -> None:
-        """The clip fraction is watched only with several updates per batch (with one, every ratio is near 1).
+        """Clipping is watched only with several updates per batch (with one, every ratio is near 1), as suits `loss`.
 
         `baseline_steps` values make the start of a trend, a rule must hold `patience` steps in a row to speak, and
         `smoothing` is the weight of a new value in the moving average.
         """
         self._baseline_steps, self._patience, self._smoothing = baseline_steps, patience, smoothing
-        rules = (*RULES, *CLIP_RULES) if updates_per_batch > 1 else RULES
+        rules = (*RULES, *clip_rules(loss)) if updates_per_batch > 1 else RULES
         self._rules = sorted(rules, key=lambda rule: rule.level != "WARNING")
         self._watched = {rule.metric for rule in rules} | {"reward/correctness", "eval/pass_at_1"}
         self._trends: dict[str, Trend] = {}

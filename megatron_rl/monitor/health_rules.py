@@ -1,7 +1,8 @@
 """The health rules: what is watched, when a rule begins and ends to hold, and what to do about it. No state lives here.
 
-The thresholds come from what is usual for these methods (entropy 0.1-1.0, clip fraction 5-15 %, zero-signal groups
-10-30 %, gap about 0.01 in dense bfloat16). A WARNING compares with the run's own start; an INFO only with a band.
+The thresholds come from what is usual for these methods (entropy 0.1-1.0, zero-signal groups 10-30 %, gap about 0.01 in
+dense bfloat16). A WARNING compares with the run's own start; an INFO only with a band. Rules about clipping depend on
+the loss and are in `clip_rules`.
 """
 
 from __future__ import annotations
@@ -163,6 +164,15 @@ RULES: tuple[Rule, ...] = (
         "trainer and engine disagree by {now:.3g} per token; about 0.01 is usual for dense bfloat16 models",
     ),
     Rule(
+        "few effective samples",
+        "WARNING",
+        "gap/ess",
+        lambda t, _: t.now < 0.5 and t.now < 0.7 * t.start,
+        lambda t, _: t.now > 0.65 or t.now > 0.85 * t.start,
+        "the ratios of trainer to engine leave an effective sample size of {now:.0%} of the tokens ({start:.0%} at the "
+        "start): look at the gap metrics, and set algorithm.corrections if engine and trainer must differ",
+    ),
+    Rule(
         "groups without a signal",
         "WARNING",
         "rollout/groups_dropped_fraction",
@@ -189,24 +199,3 @@ RULES: tuple[Rule, ...] = (
         "optimizer.lr when it rose within a few steps",
     ),
 )
-
-CLIP_RULES: tuple[Rule, ...] = (
-    Rule(
-        "clip fraction growth",
-        "WARNING",
-        "policy/clip_fraction",
-        lambda t, _: t.now > 0.3 and t.now > t.start + 0.1,
-        lambda t, _: t.now < 0.2 or t.now < t.start + 0.05,
-        "{now:.0%} of the tokens are clipped ({start:.0%} at the start): the updates of a batch move too far, lower "
-        "optimizer.lr or algorithm.updates_per_batch",
-    ),
-    Rule(
-        "high clip fraction",
-        "INFO",
-        "policy/clip_fraction",
-        lambda t, _: t.now > 0.3,
-        lambda t, _: t.now < 0.2,
-        "{now:.0%} of the tokens are clipped; 5 to 15 % is usual with several updates per batch",
-    ),
-)
-"""Only with several updates per batch: with one, every ratio is near 1 and nothing clips."""

@@ -25,6 +25,7 @@ class MetricInfo:
 
 _TOKENS = "trainable response tokens of the batch"
 _SEQUENCES = "sequences of the batch"
+_TRAINED = "sequences with at least one trainable token"
 _SAMPLES = "finished samples of the step, before groups are dropped"
 _ANSWERS = "evaluated samples"
 _ONE = "one value a step"
@@ -54,7 +55,13 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("policy/clip_fraction_high", "tokens clipped at 1 + eps_high", "share", _TOKENS),
     MetricInfo("policy/clip_fraction_low", "tokens clipped at 1 - eps_low", "share", _TOKENS),
     MetricInfo("policy/clip_fraction_dual", "tokens held by the dual clip", "share", _TOKENS),
+    MetricInfo("policy/clip_fraction_sequences", "share of a sequence that was clipped", "share", _TRAINED),
+    MetricInfo("policy/rejected_fraction", "tokens taken out by an off-policy correction", "share", _TOKENS),
+    MetricInfo("policy/rejected_fraction_sequences", "sequences taken out whole by seq_mis", "share", _TRAINED),
     MetricInfo("policy/ratio_mean", "ratio of current to old probability", "ratio", _TOKENS),
+    MetricInfo("policy/ratio_above_fraction", "ratios above 1 + eps_high, clipped or not", "share", _TOKENS),
+    MetricInfo("policy/ratio_below_fraction", "ratios below 1 - eps_low, clipped or not", "share", _TOKENS),
+    MetricInfo("policy/log_ratio_sequence_mean", "mean log-ratio of a sequence, as GSPO clips it", "nats", _TRAINED),
     MetricInfo("policy/kl_reference", "KL to the reference model", "nats", _TOKENS),
     MetricInfo("policy/kl_old", "KL to the policy before this batch", "nats", _TOKENS),
     MetricInfo("policy/tokens", "trainable response tokens", "tokens", _ONE),
@@ -65,6 +72,11 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("optimizer/skipped", "updates skipped because a value was not finite", "updates", _ONE),
     MetricInfo("gap/mean_abs", "difference of log-probabilities, trainer to engine", "nats", _TOKENS),
     MetricInfo("gap/max_abs", "largest such difference", "nats", _ONE),
+    MetricInfo("gap/outside_fraction", "tokens whose ratio to the engine is not in 0.8 to 1.25", "share", _TOKENS),
+    MetricInfo("gap/rho_mean", "ratio of old to engine probability, before truncation", "ratio", _TOKENS),
+    MetricInfo("gap/rho_max", "largest such ratio", "ratio", _ONE),
+    MetricInfo("gap/ess", "effective sample size under these ratios", "share", _TOKENS),
+    MetricInfo("gap/log_rho_sequence_mean", "mean log of such ratios in a sequence", "nats", _TRAINED),
     MetricInfo("gap/kl_k3", "KL from engine to trainer (k3 estimate)", "nats", _TOKENS),
     MetricInfo("eval/pass_at_1", "sampled held-out answers that are right", "share", "held-out prompts"),
     MetricInfo("eval/pass_at_1_low", "lower end of its 95 % interval", "share", "bootstrap over prompts"),

@@ -22,6 +22,7 @@ class Recorder:
         name: title of the display and of the run at Weights & Biases.
         console: how progress is shown, as in `logging.console`.
         updates_per_batch: tells the health rules whether clipping is to be expected.
+        loss: `algorithm.loss`, tells them how much of it.
         resume_step: rows beyond it are dropped first; None for a new run.
         writers: further arguments of `Writers.open`.
     """
@@ -33,12 +34,13 @@ class Recorder:
         *,
         console: Mode,
         updates_per_batch: int,
+        loss: str,
         resume_step: int | None,
         **writers: Any,
     ) -> None:
         self._run_dir = run_dir
         self._writers = Writers.open(run_dir, name=name, resume_step=resume_step, **writers)
-        self._health = HealthMonitor(updates_per_batch=updates_per_batch)
+        self._health = HealthMonitor(updates_per_batch=updates_per_batch, loss=loss)
         self.progress = Progress(name, mode=console)
         self.progress.__enter__()
 

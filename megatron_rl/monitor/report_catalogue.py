@@ -147,7 +147,8 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "Updates",
         "Clip fraction",
-        "5 to 15 % with several updates per batch, near zero with one. Above 30 % the policy moves too fast.",
+        "Near zero with one update per batch; with several, 5 to 15 % (gspo about 15, cispo near zero). Growth means "
+        "the policy moves too fast.",
         (
             Line("policy/clip_fraction_high", "clipped high", 0),
             Line("policy/clip_fraction_low", "clipped low", 1),
@@ -184,6 +185,21 @@ CHARTS: tuple[Chart, ...] = (
         "|log-prob difference|",
         ".0e",
         y_log=True,
+    ),
+    Chart(
+        "Updates",
+        "Off-policy correction",
+        "The effective sample size stays near 100 %, few tokens are far from the engine's probability, fewer rejected.",
+        (
+            Line("gap/ess", "effective sample size", 0, right=True),
+            Line("gap/outside_fraction", "ratio outside 0.8 to 1.25", 1),
+            Line("policy/rejected_fraction", "rejected", 3, unless_zero=True),
+        ),
+        "share of tokens",
+        ".1%",
+        y_at_least=0.01,
+        right="share of tokens",
+        right_format=".0%",
     ),
     Chart(
         "Speed",

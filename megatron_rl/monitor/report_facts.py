@@ -48,8 +48,8 @@ def headline(data: RunData) -> dict[str, Any]:
 
 def health_lines(data: RunData) -> list[dict[str, str]]:
     """The health rules replayed over the recorded metrics: `{level, step, text}` in order."""
-    updates = _at(data.config, "algorithm.updates_per_batch")
-    monitor = HealthMonitor(updates_per_batch=updates if isinstance(updates, int) else 1)
+    updates, loss = (_at(data.config, f"algorithm.{key}") for key in ("updates_per_batch", "loss"))
+    monitor = HealthMonitor(updates_per_batch=updates if isinstance(updates, int) else 1, loss=str(loss or "ppo"))
     rows: dict[int, dict[str, float | None]] = {}
     for name, series in data.series.items():
         if not name.startswith("sft/"):

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms.normalisation import BatchCounts
-from megatron_rl.algorithms.token_statistics import MAXIMA, METRIC_NAMES, merge_statistics
+from megatron_rl.algorithms.token_statistics import MAXIMA, SUMS, merge_statistics
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.distributed import device
 from megatron_rl.policy.packing import MicroBatch
 
-ADDED = ("loss", *sorted(METRIC_NAMES))
+ADDED = ("loss", *sorted(SUMS))
 LARGEST = tuple(sorted(MAXIMA))
 
 

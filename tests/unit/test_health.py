@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from megatron_rl.config import Config
+from megatron_rl.monitor.clip_rules import LIMITS, clip_rules
 from megatron_rl.monitor.health import HealthMonitor
-from megatron_rl.monitor.health_rules import CLIP_RULES, RULES
+from megatron_rl.monitor.health_rules import RULES
 from tests.synthetic_run import skill_at, step_row
 
 
-def observe(rows: Iterable[dict[str, float | None]], **options: int) -> list[tuple[int, str]]:
+def observe(rows: Iterable[dict[str, float | None]], **options: Any) -> list[tuple[int, str]]:
     monitor = HealthMonitor(**options)
     return [(step, line) for step, row in enumerate(rows, start=1) for line in monitor.observe(step, row)]
 
@@ -52,6 +54,7 @@ def test_a_collapse_is_told_once_per_rule_soon_after_it_begins() -> None:
         ("rollout/groups_dropped_fraction", 0.2, 0.95, "groups without a signal"),
         ("policy/kl_reference", 0.01, 1.5, "KL to the reference"),
         ("policy/clip_fraction", 0.1, 0.5, "clip fraction growth"),
+        ("gap/ess", 0.99, 0.3, "few effective samples"),
     ],
 )
 def test_each_trend_warns_once(metric: str, start: float, later: float, rule: str) -> None:
@@ -113,12 +116,27 @@ def test_clipping_is_not_judged_with_one_update_per_batch() -> None:
     assert observe(constant_then("policy/clip_fraction", 0.1, 0.9), updates_per_batch=1) == []
 
 
+@pytest.mark.parametrize(
+    ("loss", "share", "speaks"),
+    [("ppo", 0.4, True), ("gspo", 0.4, False), ("gspo", 0.6, True), ("cispo", 0.15, True), ("sapo", 0.9, False)],
+)
+def test_each_loss_has_its_own_threshold_of_clipping(loss: str, share: float, speaks: bool) -> None:
+    lines = observe(constant_then("policy/clip_fraction", 0.01, share), updates_per_batch=2, loss=loss)
+    assert [line.split(":")[0] for _, line in lines] == ["WARNING clip fraction growth"] * speaks
+
+
+@pytest.mark.parametrize(("side", "share"), [("above", 0.06), ("below", 0.12)])
+def test_many_ratios_beyond_a_bound_suggest_to_widen_it(side: str, share: float) -> None:
+    lines = observe(constant_then(f"policy/ratio_{side}_fraction", 0.01, share), updates_per_batch=2)
+    assert [line.split(" clip:")[0] for _, line in lines] == [f"INFO narrow {'upper' if side == 'above' else 'lower'}"]
+
+
 def test_missing_and_non_finite_values_are_not_measurements() -> None:
     assert observe([{}, {"policy/entropy": None}, {"reward/mean": None}] * 30) == []
 
 
 def test_every_key_that_a_message_names_exists_in_the_configuration() -> None:
-    for rule in (*RULES, *CLIP_RULES):
+    for rule in (*RULES, *(rule for loss in LIMITS for rule in clip_rules(loss))):
         for section, key in re.findall(r"\b(algorithm|optimizer|rollout|engine|model|data)\.(\w+)", rule.message):
             assert key in Config.model_fields[section].annotation.model_fields, f"{rule.name}: {section}.{key}"
 

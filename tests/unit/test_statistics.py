@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.algorithms.losses import FREE, HIGH, REJECTED_SEQUENCE, Sequences
 from megatron_rl.algorithms.normalisation import BatchCounts
+from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import finalise_metrics, merge_statistics, token_statistics
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -21,7 +23,7 @@ def random_tokens(seed, size=30):
         "log_probs": logp,
         "mask": torch.rand(size, generator=generator) > 0.3,
         "old_log_probs": logp + 0.3 * torch.randn(size, generator=generator),
-        "flags": torch.randint(0, 4, (size,), generator=generator, dtype=torch.int8),
+        "flags": torch.randint(0, 6, (size,), generator=generator, dtype=torch.int8),
         "entropy": torch.rand(size, generator=generator),
         "reference_log_probs": logp + torch.randn(size, generator=generator),
         "behaviour_log_probs": logp + 0.1 * torch.randn(size, generator=generator),
@@ -59,7 +61,41 @@ def test_a_worked_example():
         "gap/mean_abs": pytest.approx(math.log(2) / 2),
         "gap/kl_k3": pytest.approx((2 - 1 - math.log(2)) / 2),
         "gap/max_abs": pytest.approx(math.log(2)),
+        "policy/rejected_fraction": 0.0,
+        "gap/outside_fraction": 0.5,
+        "gap/rho_mean": pytest.approx(1.5),
+        "gap/rho_max": pytest.approx(2.0),
+        "gap/ess": pytest.approx(3**2 / (2 * (4 + 1))),
     }
+
+
+def test_sequence_metrics_count_every_sequence_once_whatever_its_length():
+    sequences = Sequences(torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3.0, 1.0], dtype=torch.float64))
+    log_ratio = torch.tensor([0.3, 0.0, 0.0, 0.5, math.nan])
+    sums = token_statistics(
+        torch.zeros(5),
+        torch.tensor([True, True, True, True, False]),
+        old_log_probs=-log_ratio,
+        flags=torch.tensor([HIGH, FREE, FREE, REJECTED_SEQUENCE, FREE], dtype=torch.int8),
+        behaviour_log_probs=-log_ratio - 0.2,
+        spec=LossSpec(eps_low=0.2, eps_high=0.4),
+        sequences=sequences,
+    )
+    metrics = finalise_metrics(sums, BatchCounts(4, 2))
+    assert metrics["policy/clip_fraction_sequences"] == pytest.approx((1 / 3 + 0) / 2)
+    assert metrics["policy/rejected_fraction_sequences"] == 0.5
+    assert metrics["policy/rejected_fraction"] == 0.25
+    assert metrics["policy/log_ratio_sequence_mean"] == pytest.approx((0.1 + 0.5) / 2)
+    assert metrics["gap/log_rho_sequence_mean"] == pytest.approx(0.2)
+    assert metrics["policy/ratio_above_fraction"] == 0.25
+    assert metrics["policy/ratio_below_fraction"] == 0.0
+    assert metrics["gap/ess"] == pytest.approx(1.0)
+
+
+def test_one_ratio_per_sequence_has_no_share_of_token_ratios_beyond_its_bounds():
+    tokens = random_tokens(0)
+    names = [set(token_statistics(**tokens, spec=LossSpec(kind=kind))) for kind in ("ppo", "gspo")]
+    assert names[0] - names[1] == {"ratio_above", "ratio_below"}
 
 
 @given(seed=SEEDS, cuts=st.lists(st.integers(0, 30), max_size=4))
@@ -67,7 +103,14 @@ def test_a_worked_example():
 def test_metrics_do_not_depend_on_the_split(seed, cuts):
     tokens = random_tokens(seed)
     edges = [0, *sorted(cuts), 30]
-    parts = [{k: v[a:b] for k, v in tokens.items()} for a, b in itertools.pairwise(edges)]
+    index = torch.arange(30) % 4
+    lengths = torch.zeros(4, dtype=torch.float64).index_add_(0, index, tokens["mask"].double())
+
+    def piece(a, b):
+        rest = {"spec": LossSpec(), "sequences": Sequences(index[a:b], lengths)}
+        return {k: v[a:b] for k, v in tokens.items()} | rest
+
+    parts, tokens = [piece(a, b) for a, b in itertools.pairwise(edges)], piece(0, 30)
     assert metrics_of(parts) == pytest.approx(metrics_of([tokens]), rel=1e-12)
 
 
