@@ -14,6 +14,7 @@ from .data import DataConfig
 from .engine import EngineConfig
 from .evaluation import EvalConfig
 from .logs import LoggingConfig
+from .loss import LossConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
@@ -41,6 +42,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    loss: LossConfig = LossConfig()
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()

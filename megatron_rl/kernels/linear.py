@@ -84,14 +84,12 @@ def linear_policy_loss(
         ValueError: shapes disagree, an id lies outside the vocabulary, or a temperature is not positive.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
-    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel)
+    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel, chunk_tokens)
     if main_grad is not None and (main_grad.shape != weight.shape or main_grad.dtype != compute_dtype(weight)):
         raise ValueError(
             f"main_grad {main_grad.dtype} {tuple(main_grad.shape)}: expected {compute_dtype(weight)} "
             f"{tuple(weight.shape)}, the shape of weight"
         )
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: it must be 1 or greater")
     chunks = cut(rows.index, target.shape[0], chunk_tokens, sequence_starts, equal_cuts)
     found = _LinearPolicyLoss.apply(hidden, weight, rows, chunks, objective, with_entropy, main_grad)
     return LinearLossOutput(*found)
@@ -105,21 +103,30 @@ def linear_logprob(
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
+    chunk_tokens: int = 4096,
     with_entropy: bool = False,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] and entropy [T] (or None) as `linear_policy_loss` has them, forward only; for its arguments, too.
 
-    On CUDA no logits reach memory; elsewhere a few rows at a time do.
+    On CUDA no logits reach memory; elsewhere a few rows at a time do. The statistics of a chunk travel while the next
+    chunk's are computed.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
-    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel)
+    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel, chunk_tokens)
     with torch.no_grad():
-        stats = rows.statistics(rows.all_hidden(hidden.detach()), slice(None), with_entropy)
-        merged = backend.combine(shard.gather(stats)(), shard.rank)
-        found = [merged.log_prob, merged.entropy] if with_entropy else [merged.log_prob]
-        spread = [x.new_zeros(target.shape[0]).index_copy_(0, rows.index, x) for x in found]
-    return spread[0], spread[1] if with_entropy else None
+        whole = rows.all_hidden(hidden.detach())
+        chunks = cut(rows.index, target.shape[0], chunk_tokens, None, False)
+        gathered = [shard.gather(rows.statistics(whole, slice(*piece), with_entropy)) for [piece] in chunks]
+        log_probs = whole.new_zeros(target.shape[0], dtype=compute_dtype(whole))
+        entropy = torch.zeros_like(log_probs) if with_entropy else None
+        for [piece], wait in zip(chunks, gathered, strict=True):
+            merged = backend.combine(wait(), shard.rank)
+            index = rows.index[slice(*piece)]
+            log_probs[index] = merged.log_prob
+            if entropy is not None:
+                entropy[index] = merged.entropy
+    return log_probs, entropy
 
 
 class _LinearPolicyLoss(Function):
@@ -167,7 +174,10 @@ def _live_rows(
     temperature: float | Tensor,
     vocab_size: int | None,
     sequence_parallel: bool,
+    chunk_tokens: int,
 ) -> LiveRows:
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: it must be 1 or greater")
     check_rows("hidden", hidden, target, temperature, factor=shard.size if sequence_parallel else 1)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Packed micro-batches through Megatron's pipeline schedule, and what its last stage makes of the logits; no optimizer.
+"""Packed micro-batches through Megatron's schedule, and what its last stage makes of hidden states; no optimizer.
 
 Every normaliser is counted globally and already inside `weights` (`algorithms.token_weights`), so gradients must be
 plain SUMS over micro-batches and data-parallel ranks. Megatron would scale them in five places; each is switched off:
@@ -16,7 +16,7 @@ plain SUMS over micro-batches and data-parallel ranks. Megatron would scale them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,28 +24,45 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.losses import policy_loss
+from megatron_rl.algorithms.losses import Sequences
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import token_statistics
-from megatron_rl.kernels import vocab_parallel_logprob
+from megatron_rl.kernels import PolicyLossOutput, linear_logprob, linear_policy_loss, policy_loss
 from megatron_rl.policy.packing import MicroBatch
+from megatron_rl.weights.mapping import unwrap
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """How logits are split: over the tensor-parallel `group`, padded beyond the true `size`."""
+class Projection:
+    """How hidden states become log-probs, the same for all micro-batches of a run."""
 
-    group: dist.ProcessGroup | None
-    size: int
+    vocab_size: int
+    """True vocabulary; the output weight is padded beyond it."""
+    group: dist.ProcessGroup | None = None
+    """Tensor-parallel ranks, over which the vocabulary is split."""
+    sequence_parallel: bool = False
+    """Each of them has a part of the rows of the hidden states."""
+    chunk_tokens: int = 4096
+    """Tokens whose logits exist at a time."""
+
+    def options(self, microbatch: MicroBatch) -> dict[str, Any]:
+        """Keywords of the operators of `kernels`."""
+        return {
+            "group": self.group,
+            "temperature": microbatch.temperature,
+            "vocab_size": self.vocab_size,
+            "chunk_tokens": self.chunk_tokens,
+            "sequence_parallel": self.sequence_parallel,
+        }
 
 
 class Head(Protocol):
-    """What the last pipeline stage does with one micro-batch's logits [T, V / TP]."""
+    """What the last pipeline stage does with one micro-batch's hidden states [1, T, H] ([1, T / TP, H])."""
 
-    def __call__(self, microbatch: MicroBatch, logits: Tensor) -> Any: ...
+    def __call__(self, microbatch: MicroBatch, weight: Tensor | None, hidden: Tensor) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -59,53 +76,92 @@ class LossHead:
     """
 
     spec: LossSpec
-    vocabulary: Vocabulary
+    projection: Projection
     with_entropy: bool = True
     """Compute the entropy for the metrics; it is computed anyway when it has a coefficient."""
+    sum_over_context: Callable[[Tensor], Tensor] | None = None
+    """Adds up [K, S] over the ranks that share the sequences (context parallelism); None: sequences are whole."""
 
-    def __call__(self, microbatch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        log_probs, entropy = _log_probs(
-            microbatch,
-            logits,
-            self.vocabulary,
-            with_entropy=self.with_entropy or bool(self.spec.entropy_coef),
-            entropy_requires_grad=bool(self.spec.entropy_coef),
-        )
+    def __call__(
+        self, microbatch: MicroBatch, weight: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         if microbatch.weights is None:
             raise ValueError("SequenceBatch.weights is not set: a loss is a weighted sum (algorithms.token_weights)")
-        loss, flags = policy_loss(
-            log_probs,
-            self.spec,
-            old_log_probs=microbatch.old_log_probs,
-            advantages=microbatch.advantages,
-            weights=microbatch.weights,
-            reference_log_probs=microbatch.reference_log_probs if self.spec.kl_coef else None,
-            entropy=entropy if self.spec.entropy_coef else None,
+        assert weight is not None
+        sequences = self._sequences(microbatch)
+        found = linear_policy_loss(
+            hidden.squeeze(0),
+            weight,
+            microbatch.targets,
+            objective=partial(self._objective, microbatch, sequences),
+            sequence_starts=microbatch.sequence_starts if self.spec.needs_sequences else None,
+            equal_cuts=self.sum_over_context is not None,
+            with_entropy=self.with_entropy or bool(self.spec.entropy_coef),
+            main_grad=_main_grad(weight),
+            **self.projection.options(microbatch),
         )
         sums = token_statistics(
-            log_probs.detach(),
+            found.log_probs,
             microbatch.trainable,
             old_log_probs=microbatch.old_log_probs,
-            flags=flags,
-            entropy=None if entropy is None else entropy.detach(),
+            flags=found.flags,
+            entropy=found.entropy,
             reference_log_probs=microbatch.reference_log_probs,
             behaviour_log_probs=microbatch.behaviour_log_probs,
+            spec=self.spec,
+            sequences=sequences,
         )
-        report = {"sums": {"loss": loss.detach(), **sums}, "non_finite": _non_finite(microbatch, log_probs.detach())}
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
+        report = {"sums": {"loss": found.loss.detach(), **sums}, "non_finite": _non_finite(microbatch, found.log_probs)}
+        return found.loss, torch.zeros((), dtype=torch.int, device=hidden.device), report
+
+    def _sequences(self, microbatch: MicroBatch) -> Sequences:
+        """With lengths of whole sequences, whatever part of them this rank has."""
+        mine = microbatch.sequences
+        if self.sum_over_context is None:
+            return mine
+        return Sequences(mine.index, self.sum_over_context(mine.lengths[None])[0], self.sum_over_context)
+
+    def _objective(
+        self, microbatch: MicroBatch, sequences: Sequences, rows: Tensor, log_probs: Tensor, entropy: Tensor | None
+    ) -> PolicyLossOutput:
+        """The loss of the rows of one chunk."""
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows]
+
+        assert microbatch.weights is not None
+        return policy_loss(
+            log_probs,
+            self.spec,
+            weights=microbatch.weights[rows],
+            old_log_probs=part(microbatch.old_log_probs),
+            advantages=part(microbatch.advantages),
+            behaviour_log_probs=part(microbatch.behaviour_log_probs) if self.spec.needs_behaviour else None,
+            reference_log_probs=part(microbatch.reference_log_probs) if self.spec.kl_coef else None,
+            entropy=entropy if self.spec.entropy_coef else None,
+            trainable=microbatch.trainable[rows],
+            sequences=Sequences(sequences.index[rows], sequences.lengths, sequences.sum_over_ranks),
+        )
 
 
 @dataclass(frozen=True)
 class LogProbHead:
     """`(log_probs [T], entropy [T] or None)` of one micro-batch, float32."""
 
-    vocabulary: Vocabulary
+    projection: Projection
     with_entropy: bool
 
     def __call__(
-        self, microbatch: MicroBatch, logits: Tensor, non_loss_data: bool = True
+        self, microbatch: MicroBatch, weight: Tensor | None, hidden: Tensor, non_loss_data: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        return _log_probs(microbatch, logits, self.vocabulary, with_entropy=self.with_entropy)
+        assert weight is not None
+        return linear_logprob(
+            hidden.squeeze(0),
+            weight,
+            microbatch.targets,
+            with_entropy=self.with_entropy,
+            **self.projection.options(microbatch),
+        )
 
 
 def run_schedule(
@@ -148,22 +204,20 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **opt
 def _forward_step(head: Head, microbatches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
     microbatch = next(microbatches)
     output = model(microbatch.tokens, microbatch.position_ids, None, packed_seq_params=microbatch.packed_seq_params)
-    return output, partial(head, microbatch)
+    bare = unwrap(model)
+    return output, partial(head, microbatch, bare.output_weight if bare.post_process else None)
 
 
-def _log_probs(
-    microbatch: MicroBatch, logits: Tensor, vocabulary: Vocabulary, **options: bool
-) -> tuple[Tensor, Tensor | None]:
-    """fp32 statistics whatever the logits' format. The model returns [1, T, V / TP]: all rows, also with sequence
-    parallelism, since its output layer gathers them."""
-    return vocab_parallel_logprob(
-        logits.squeeze(0),
-        microbatch.targets,
-        group=vocabulary.group,
-        temperature=microbatch.temperature,
-        vocab_size=vocabulary.size,
-        **options,
-    )
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """Megatron's float32 gradient buffer of the output weight, told that its gradient arrives there by itself.
+
+    As where Megatron fuses gradient accumulation: the data-parallel wrapper then adds nothing for this use of the
+    weight. (What a tied embedding adds by autograd it still adds: such weights are marked `zero_out_wgrad`.)
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return weight.main_grad  # type: ignore[attr-defined]
 
 
 def _non_finite(microbatch: MicroBatch, log_probs: Tensor) -> Tensor:

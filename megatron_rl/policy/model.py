@@ -1,4 +1,4 @@
-"""Turns a Hugging Face config into Megatron's GPTModel on this rank; weights are loaded by `weights.load`."""
+"""Turns a Hugging Face config into the model (`gpt.py`) of this rank; weights are loaded by `weights.load`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron_rl.policy.distributed import device
 from megatron_rl.policy.layer_spec import block_spec, has_transformer_engine
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
     from torch import Tensor
 
     from megatron_rl.config import HfConfig
     from megatron_rl.config.model import ModelConfig
     from megatron_rl.config.parallel import ParallelConfig
+    from megatron_rl.policy.gpt import PolicyModel
 
 
 class ModelError(ValueError):
     """The model cannot be built in this layout; the message says which key of which file or section is the reason."""
 
 
-def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConfig) -> list[GPTModel]:
+def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConfig) -> list[PolicyModel]:
     """Build this rank's part of the model: one chunk, or one per virtual pipeline stage.
 
     `policy.distributed.initialize` must have run. The chunks are bare (no data-parallel wrapper), on this rank's
@@ -53,12 +53,12 @@ def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConf
     return chunks
 
 
-def _build_chunk(hf: HfConfig, config: TransformerConfig, vocab_size: int, **stage: Any) -> GPTModel:
-    from megatron.core.models.gpt import GPTModel
+def _build_chunk(hf: HfConfig, config: TransformerConfig, vocab_size: int, **stage: Any) -> PolicyModel:
+    from megatron_rl.policy.gpt import PolicyModel
 
     inv_freq = rotary_frequencies(hf).to(device())
     with_te = has_transformer_engine()
-    model = GPTModel(
+    model = PolicyModel(
         config,
         block_spec(config, inv_freq, stage["vp_stage"]),
         vocab_size=vocab_size,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.losses import Sequences
 from megatron_rl.policy.batch import TOKEN_FIELDS, SequenceBatch, ragged_rows
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class MicroBatch:
         position_ids: int64 [1, T], from 0 in every sequence.
         targets: int64 [T], the token each row predicts, -1 where that token is not trainable.
         cu_seqlens: int32 [n + 1], first row of every packed sequence; the last sequence may be the masked padding.
+        sequence_starts: the same without the end, as numbers on the host.
+        sequences: which row belongs to which packed sequence, and how many trainable rows each one has.
         max_seqlen: rows of the longest packed sequence.
         temperature: of every row: one number where all sequences share it, else float32 [T].
         advantages, weights, behaviour_log_probs, old_log_probs, reference_log_probs: float32 [T] or None, exactly 0
@@ -43,6 +46,8 @@ class MicroBatch:
     position_ids: Tensor
     targets: Tensor
     cu_seqlens: Tensor
+    sequence_starts: tuple[int, ...]
+    sequences: Sequences
     max_seqlen: int
     temperature: float | Tensor
     destination: np.ndarray
@@ -96,6 +101,9 @@ def pack(
     padding = -num_rows % pad_multiple if num_rows else pad_multiple
     segments = np.append(rows_per_sequence, padding) if padding else rows_per_sequence
     trainable = batch.mask[source + 1]
+    borders = np.append(0, np.cumsum(segments))
+    sequence = np.repeat(np.arange(segments.size), segments)
+    lengths = np.bincount(sequence[:num_rows], weights=trainable, minlength=segments.size)
 
     def tensor(values: np.ndarray, fill: float) -> Tensor:
         padded = np.pad(values, (0, padding), constant_values=fill)
@@ -110,7 +118,9 @@ def pack(
         tokens=tensor(batch.tokens[source], 0)[None],
         position_ids=torch.from_numpy(ragged_rows(np.zeros_like(segments), segments)).to(device)[None],
         targets=tensor(np.where(trainable, batch.tokens[source + 1], -1), -1),
-        cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(segments)).astype(np.int32)).to(device),
+        cu_seqlens=torch.from_numpy(borders.astype(np.int32)).to(device),
+        sequence_starts=tuple(borders[:-1].tolist()),
+        sequences=Sequences(torch.from_numpy(sequence).to(device), torch.from_numpy(lengths).to(device)),
         max_seqlen=int(segments.max()),
         temperature=_uniform(batch.temperature[chosen])
         or tensor(np.repeat(batch.temperature[chosen], rows_per_sequence), 1),

@@ -27,7 +27,7 @@ from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.checkpoint import CheckpointError, first_line
 from megatron_rl.policy.distributed import device, peer_failure
 from megatron_rl.policy.exchange import on_every_rank, on_rank_zero
-from megatron_rl.policy.forward import LogProbHead, LossHead, Vocabulary, run_schedule, sum_gradients
+from megatron_rl.policy.forward import LogProbHead, LossHead, Projection, run_schedule, sum_gradients
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.model import build_model
 from megatron_rl.policy.optimizer import Optimizer, wrap_for_gradients
@@ -83,7 +83,12 @@ class Policy:
         self.hf, self._cfg = hf, cfg
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        self._vocabulary = Vocabulary(parallel_state.get_tensor_model_parallel_group(), hf.vocab_size)
+        self._projection = Projection(
+            hf.vocab_size,
+            parallel_state.get_tensor_model_parallel_group(),
+            cfg.parallel.sequence_parallel,
+            cfg.loss.chunk_tokens,
+        )
         self._wrapped = wrap_for_gradients(self.chunks, cfg.parallel.use_distributed_optimizer)
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = sum_gradients
@@ -122,7 +127,7 @@ class Policy:
         self._set_training(False)
         with torch.no_grad():
             reports = run_schedule(
-                self._wrapped, microbatches, LogProbHead(self._vocabulary, with_entropy), forward_only=True
+                self._wrapped, microbatches, LogProbHead(self._projection, with_entropy), forward_only=True
             )
         columns = 2 if with_entropy else 1
         rows = np.zeros((columns, batch.num_tokens), dtype=np.float32)
@@ -207,7 +212,7 @@ class Policy:
         microbatches = self._pack(batch, plan)
         self._set_training(True)
         self.optimizer.zero_grad()
-        head = LossHead(spec, self._vocabulary, with_entropy)
+        head = LossHead(spec, self._projection, with_entropy)
         reports = run_schedule(self._wrapped, microbatches, head, forward_only=False)
         totals = reduce_reports(batch, reports, self.optimizer.gradient_norm())
         if totals.finite:

@@ -144,7 +144,8 @@ def forward_step(iterator: Any, model: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_rl.kernels import vocab_parallel_logprob
+    from megatron_rl.kernels import PolicyLossOutput, linear_policy_loss
+    from megatron_rl.weights.mapping import unwrap
 
     index = next(iterator)
     parts = sequences()[index]
@@ -164,16 +165,28 @@ def forward_step(iterator: Any, model: Any) -> Any:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    logits = model(tokens[None], None, None, packed_seq_params=packed)
+    hidden = model(tokens[None], None, None, packed_seq_params=packed)
+    weights = torch.cat(loss_weights()[index])
 
-    def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        log_probs, _ = vocab_parallel_logprob(logits[0], targets, group=group, vocab_size=VOCAB_SIZE)
-        log_probs = log_probs[targets >= 0]
-        total = (log_probs * torch.cat(loss_weights()[index])).sum()
-        return total, torch.tensor(len(log_probs), dtype=torch.int), {"log_probs": log_probs.detach()}
+    def weighted_sum(rows: torch.Tensor, log_probs: torch.Tensor, _: None) -> PolicyLossOutput:
+        part = weights[torch.searchsorted((targets >= 0).nonzero()[:, 0], rows)]
+        return PolicyLossOutput((log_probs * part).sum().double(), torch.zeros(len(part), dtype=torch.int8), part, None)
 
-    return logits, loss
+    def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        found = linear_policy_loss(
+            hidden[0],
+            unwrap(model).output_weight,
+            targets,
+            objective=weighted_sum,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_size=VOCAB_SIZE,
+            chunk_tokens=16,
+            sequence_parallel=unwrap(model).config.sequence_parallel,
+        )
+        log_probs = found.log_probs[targets >= 0]
+        return found.loss, torch.tensor(len(log_probs), dtype=torch.int), {"log_probs": log_probs}
+
+    return hidden, loss
 
 
 # ---------------------------------------------------------------------------------------------------------- the tests

@@ -1,0 +1,46 @@
+"""Megatron's GPTModel, but its last stage hands on hidden states: no logits of a whole micro-batch exist; no loss here.
+
+What is made of the hidden states and the output weight is in `forward.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+
+
+class PolicyModel(GPTModel):
+    """Called without labels, its last stage returns [1, T, H] (with sequence parallelism [1, T / TP, H]).
+
+    A head of Megatron's own that asks for a language-model loss, as multi-token prediction does when the model is
+    called with labels, still gets one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            assert type(self.output_layer) is ColumnParallelLinear
+            # GPTModel takes no class for it. Parameters, hooks and checkpoint entries stay what they are.
+            self.output_layer.__class__ = _HandsOn
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V / TP, H]: the output layer's own, or the embedding's when they are tied. Last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Megatron's loss [1, T] of what the output layer handed on as `logits`."""
+        projected, _ = ColumnParallelLinear.forward(self.output_layer, logits, weight=self.output_weight)
+        return super().compute_language_model_loss(labels, projected)
+
+
+class _HandsOn(ColumnParallelLinear):
+    """The output layer, not multiplying. Megatron still calls it, so whoever waits for its weights is called, too."""
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return input_, None
