@@ -56,7 +56,7 @@ def open_session(config: Path, resume_from: Path | None) -> Iterator[Session]:
     `resume_from` is the checkpoint to go on from; without one the run begins from its start, whatever lies there.
     """
     cfg = load_config(config)
-    distributed.initialize(cfg.parallel, cfg.seed, cfg.cluster.collective_timeout_s)
+    distributed.initialize(cfg.parallel, cfg.seed, cfg.cluster.collective_timeout_s, cfg.cluster.device)
     rank = dist.get_rank()
     setup_logging("trainer", rank, None, cfg.logging.level)  # stderr is the rank's log file already
     recorder = None

@@ -77,13 +77,14 @@ def train(
     from megatron_rl.cluster.local import run_local
     from megatron_rl.cluster.processes import EXIT_RESUMABLE
     from megatron_rl.cluster.resume import Resume
-    from megatron_rl.preflight import check_inputs, checkpoint_to_resume
+    from megatron_rl.preflight import check_device, check_inputs, checkpoint_to_resume
 
     cfg = load_config(config, overrides or ())
     inputs = check_inputs(cfg)
     if dry_run:
         _print_plan(cfg, make_plan(cfg, inputs.hf))
         return
+    check_device(cfg)
     goes_on = Resume(lambda: checkpoint_to_resume(cfg, inputs.prompts, resume_from), accept_changes)
     code = run_local(cfg, goes_on if resume or resume_from is not None else None)
     if code == EXIT_RESUMABLE:

@@ -56,6 +56,17 @@ def check_inputs(cfg: Config) -> Inputs:
     return Inputs(hf, prompts)
 
 
+def check_device(cfg: Config) -> None:
+    """For ranks on this machine: raises ConfigError when CUDA is asked for and absent."""
+    if cfg.cluster.device != "cuda":
+        return  # torch, which knows, takes seconds to import
+    from megatron_rl.policy.distributed import cuda_problem
+
+    problem = cuda_problem(cfg.parallel.world_size or 1)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
 def checkpoint_to_resume(cfg: Config, prompts: Prompts, step: int | None) -> Path | None:
     """The checkpoint of `step`, or the newest one; None when the run has not saved any yet.
 

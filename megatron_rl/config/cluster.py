@@ -12,6 +12,8 @@ from .base import Seconds, Section
 class ClusterConfig(Section):
     """How long processes wait for each other; on Slurm, who runs where and how often the run is tried again."""
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainer ranks compute; auto = on CUDA devices where there are any."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
     start_timeout_s: Seconds = 300.0

@@ -192,11 +192,14 @@ def test_term_saves_the_run_and_ends_it_with_75(tmp_path: Path, inputs: Path) ->
         ("parallel.world_size=3", "world_size=3, but tensor 2"),
         ("rollout.max_prompt_tokens=4", "rollout.max_prompt_tokens=4"),
         ("reward.components=[{name: nothing_format}]", "nothing_format"),
+        ("cluster.device=cuda", "cluster.device=cuda: "),
+        ("optimizer.lr=[1,2]", "optimizer.lr=[1, 2]: input should be a valid number"),
     ],
 )
 def test_what_cannot_run_ends_in_seconds_with_one_message(
-    tmp_path: Path, inputs: Path, word: str, expected: str
+    tmp_path: Path, inputs: Path, word: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as on a machine without any
     refused = train(tmp_path / "run", inputs, word, timeout=120)
     assert refused.code in (1, 2)
     assert expected in refused.output

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_rl.audit import cursor_of
 from megatron_rl.config import Config, ConfigError, dump
+from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.data import DataError
 from megatron_rl.data.tiny_model import write_tiny_model
 from megatron_rl.policy import checkpoint
-from megatron_rl.preflight import check_inputs, checkpoint_to_resume
+from megatron_rl.preflight import check_device, check_inputs, checkpoint_to_resume
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.controller import Prompts
 from megatron_rl.rollout.wire import encode
@@ -77,6 +79,27 @@ def save(cfg: Config, prompts: Prompts) -> None:
     checkpoint.begin(Path(cfg.run_dir), 1)
     facts = {"metric": None, "layout": {}, "config_hash": "", "digests": {}}
     checkpoint.complete(Path(cfg.run_dir), 1, {"controller": controller}, **facts)
+
+
+@pytest.mark.parametrize(
+    ("build", "devices", "expected"),
+    [
+        (None, 0, "is a build without CUDA; install one with it, or set cluster.device=cpu"),
+        ("12.8", 0, "no device is found; look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
+        ("12.8", 1, "this machine shows 1 of the 2 devices that section `parallel` needs here"),
+    ],
+)
+def test_cuda_that_is_asked_for_and_absent_is_one_message(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, build: str | None, devices: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    parallel = {"tensor_model_parallel_size": 2}
+    asked = config(tmp_path / "run", model, [], cluster={"device": "cuda"}, parallel=parallel)
+    with pytest.raises(ConfigError, match="cluster.device=cuda: .*" + expected):
+        check_device(asked)
+    check_device(asked.model_copy(update={"cluster": ClusterConfig(device="auto")}))
 
 
 def test_a_missing_package_for_logging_is_found_before_anything_starts(
