@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -45,7 +46,9 @@ def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
 
     for number in PASSED:
         signal.signal(number, receive)
-    child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL)
+    # What srun passes on reaches every process of the step. Who does not end by USR2 itself must not die of it either.
+    ignore = None if on_stop == "pass" else functools.partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN)
+    child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL, preexec_fn=ignore)
     for missed in early:
         _react(child, missed, on_stop, patience_s)
     code = child.wait()

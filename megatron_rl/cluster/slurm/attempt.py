@@ -79,15 +79,14 @@ class Attempt:
 
     def run(self, checkpoint: Path | None) -> Outcome:
         """Start all steps, wait for the end, end what is left."""
+        outcome: Outcome | None = None
         try:
             self._start(checkpoint)
             outcome = self._watch()
         finally:
-            others = [step for name, step in self._steps.items() if name != "trainer"]
-            trainer = [step for name, step in self._steps.items() if name == "trainer"]
-            patience = self._cfg.cluster.stop_timeout_s
-            end(trainer, self._allocation, patience, gently=False)
-            end(others, self._allocation, patience, gently=True)
+            # What engines and controller of an unfinished run still hold, the next attempt makes anew.
+            complete = outcome is not None and outcome.verdict is Verdict.COMPLETE
+            end([*self._steps.values()], self._allocation, self._cfg.cluster.stop_timeout_s, gently=complete)
         return Outcome(outcome.verdict, outcome.reason, outcome.nodes, self._progress.first_s)
 
     # ------------------------------------------------------------------------------------------------------ starting

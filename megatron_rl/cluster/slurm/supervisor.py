@@ -41,7 +41,6 @@ class Signalled:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._receive)
 
-    @property
     def came(self) -> bool:
         """Whether there was one."""
         return self.at is not None
@@ -102,8 +101,9 @@ class Supervisor:
             before = self._checkpoint()
             outcome = self._attempt(before)
             if outcome.verdict is Verdict.COMPLETE:
+                log.info("result: %s, %s", self._run.path / "result.json", self._run.path / "report.html")
                 return 0
-            if outcome.verdict is Verdict.RESUMABLE or self._signalled.came:
+            if outcome.verdict is Verdict.RESUMABLE or self._signalled.came():
                 return self._leave()
             futile = 0 if self._newest() != self._name(before) else futile + 1
             if futile > self._cfg.cluster.max_restarts:
@@ -114,7 +114,7 @@ class Supervisor:
             pause = self._cfg.cluster.restart_pause_s * 2 ** max(0, futile - 1)
             log.info("starting again in %.0f s", pause)
             self._sleep(pause)
-            if self._signalled.came:
+            if self._signalled.came():
                 return self._leave()
 
     def _attempt(self, checkpoint: Path | None) -> Outcome:
@@ -199,5 +199,5 @@ class Supervisor:
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._signalled.came and time.monotonic() < deadline:
+        while not self._signalled.came() and time.monotonic() < deadline:
             time.sleep(0.1)
