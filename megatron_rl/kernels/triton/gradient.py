@@ -26,9 +26,11 @@ def _write_zeros(to, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _derivative(x, m, scale, norm, is_target, g, h, average, HAS_ENTROPY_GRAD: tl.constexpr):
+def _derivative(x, is_target, m, scale, norm, g, h, average, HAS_ENTROPY_GRAD: tl.constexpr, OVERLAPS: tl.constexpr):
     """g (onehot - p) - h p (log p + H), with p log p = 0 where p = 0; scale, norm and H in units of log2, h of ln."""
-    log_p = (x - m) * scale - norm
+    if OVERLAPS:  # all of x is loaded before any of it is written over
+        tl.debug_barrier()
+    log_p = (x.to(tl.float32) - m) * scale - norm
     d = g
     if HAS_ENTROPY_GRAD:
         d += h * (tl.maximum(log_p, MOST_NEGATIVE) + average)
@@ -61,25 +63,17 @@ def logits_gradient_kernel(
 ):
     """One row of T a program: read once, written once; rows without a gradient are written with 0 and not read."""
     row = tl.program_id(0).to(tl.int64)
-    i = row
-    if HAS_POSITION:
-        i = tl.load(position + row)
-    live = i >= 0
-    g = 0.0
-    h = 0.0
-    if HAS_GRAD:
-        g = tl.load(grad + i, mask=live, other=0.0)
-    if HAS_ENTROPY_GRAD:
-        h = tl.load(entropy_grad + i, mask=live, other=0.0)
+    i = tl.load(position + row) if HAS_POSITION else row
+    g = tl.load(grad + i, mask=i >= 0, other=0.0) if HAS_GRAD else 0.0
+    h = tl.load(entropy_grad + i, mask=i >= 0, other=0.0) if HAS_ENTROPY_GRAD else 0.0
     to = out + row * out_stride
     if (g == 0.0) & (h == 0.0):
         _write_zeros(to, width, BLOCK)
         return
     base = logits + row * row_stride
+    lanes = tl.arange(0, BLOCK)
     local = tl.load(target + i).to(tl.int32)
-    inverse = 1.0
-    if HAS_TEMPERATURE:
-        inverse = tl.load(inverse_temperature + i)
+    inverse = tl.load(inverse_temperature + i) if HAS_TEMPERATURE else 1.0
     g *= inverse
     h *= inverse * LN_2
     m = tl.load(maximum + i) / inverse
@@ -88,19 +82,15 @@ def logits_gradient_kernel(
     scale = inverse * LOG2_E
     whole = valid // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(base + columns).to(tl.float32)
-        if OVERLAPS:
-            tl.debug_barrier()
-        d = _derivative(x, m, scale, norm, columns == local, g, h, average, HAS_ENTROPY_GRAD)
+        columns = start + lanes
+        x = tl.load(base + columns)
+        d = _derivative(x, columns == local, m, scale, norm, g, h, average, HAS_ENTROPY_GRAD, OVERLAPS)
         tl.store(to + columns, rounded(d, EMULATE_ROUNDING).to(out.dtype.element_ty))
     for start in range(whole, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(base + columns, mask=columns < width, other=0.0).to(tl.float32)
-        if OVERLAPS:
-            tl.debug_barrier()
+        columns = start + lanes
+        x = tl.load(base + columns, mask=columns < width, other=0.0)
         x = tl.where(columns < valid, x, float("-inf"))
-        d = _derivative(x, m, scale, norm, columns == local, g, h, average, HAS_ENTROPY_GRAD)
+        d = _derivative(x, columns == local, m, scale, norm, g, h, average, HAS_ENTROPY_GRAD, OVERLAPS)
         tl.store(to + columns, rounded(d, EMULATE_ROUNDING).to(out.dtype.element_ty), mask=columns < width)
 
 

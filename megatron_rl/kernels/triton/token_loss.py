@@ -52,6 +52,19 @@ def _surrogate(ratio, d_ratio, a, low, high, dual, HAS_DUAL: tl.constexpr):
 
 
 @triton.jit
+def _token_term(logp, ratio, d_ratio, a, low, high, dual, KIND: tl.constexpr, HAS_DUAL: tl.constexpr):
+    """Loss, derivative by logp and flag of a loss without sequence ratios."""
+    if KIND == "nll":
+        return -logp, tl.full(logp.shape, -1.0, tl.float64), tl.full(logp.shape, _FREE, tl.int32)
+    elif KIND == "cispo":
+        flag = tl.where(ratio > high, _HIGH, tl.where(ratio < low, _LOW, _FREE))
+        slope = -tl.where(ratio > high, high, tl.where(ratio < low, low, ratio)) * a
+        return slope * logp, slope, flag
+    else:
+        return _surrogate(ratio, d_ratio, a, low, high, dual, HAS_DUAL)
+
+
+@triton.jit
 def _penalty(logp, reference, w, d_w, ESTIMATOR: tl.constexpr, UNBIASED: tl.constexpr):
     """KL to the reference and its derivative; w = exp(logp - old) multiplies it when it is to be unbiased."""
     d = reference - logp
@@ -105,22 +118,15 @@ def token_loss_kernel(
     logp = tl.load(log_probs + t, mask=ok, other=0.0)
     old = tl.load(old_log_probs + t, mask=ok, other=0.0)
     w = tl.load(weights + t, mask=ok, other=0.0)
-    ratio, d_ratio = _safe_exp(logp - old)
-    if KIND == "nll":
-        value = -logp
-        slope = tl.full((ROWS,), -1.0, tl.float64)
-        flag = tl.full((ROWS,), _FREE, tl.int32)
-    else:
+    a = w
+    if KIND != "nll":
         a = tl.load(advantages + t, mask=ok, other=0.0)
-        if KIND == "cispo":
-            flag = tl.where(ratio > high, _HIGH, tl.where(ratio < low, _LOW, _FREE))
-            slope = -tl.where(ratio > high, high, tl.where(ratio < low, low, ratio)) * a
-            value = slope * logp
-        elif KIND == "sequence":
-            whole, d_whole = _safe_exp(tl.load(sequence_log_ratio + t, mask=ok, other=0.0))
-            value, slope, flag = _surrogate(whole, d_whole, a, low, high, dual, HAS_DUAL)
-        else:
-            value, slope, flag = _surrogate(ratio, d_ratio, a, low, high, dual, HAS_DUAL)
+    ratio, d_ratio = _safe_exp(logp - old)
+    if KIND == "sequence":
+        whole, d_whole = _safe_exp(tl.load(sequence_log_ratio + t, mask=ok, other=0.0))
+        value, slope, flag = _surrogate(whole, d_whole, a, low, high, dual, HAS_DUAL)
+    else:
+        value, slope, flag = _token_term(logp, ratio, d_ratio, a, low, high, dual, KIND, HAS_DUAL)
     if ESTIMATOR != "none":
         kl, d_kl = _penalty(logp, tl.load(reference + t, mask=ok, other=0.0), ratio, d_ratio, ESTIMATOR, UNBIASED)
         value += kl_coef * kl
