@@ -30,10 +30,11 @@ class Inputs:
 
 
 def check_inputs(cfg: Config) -> Inputs:
-    """Read every prompt, tokenise it and measure it; load every verifier.
+    """Read every prompt, tokenise it and measure it; load every verifier, and try a loss of one's own.
 
     Raises:
-        ConfigError: a value that cannot run, with all others found; a package that it needs is not installed.
+        ConfigError: a value that cannot run, with all others found; a package that it needs is not installed; a
+            function named by algorithm.loss that is no loss.
         DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, a supervised example longer
             than the model's context or a micro-batch, no chat template.
         RewardError: an unknown verifier, or one that cannot be called as the configuration says.
@@ -53,7 +54,19 @@ def check_inputs(cfg: Config) -> Inputs:
     RewardPool(cfg.reward)  # refuses verifiers that need processes of their own when there are none
     for component in cfg.reward.components:
         load_verifier(component.name, component.args)
+    if ":" in cfg.algorithm.loss:
+        _try_loss(cfg)
     return Inputs(hf, prompts)
+
+
+def _try_loss(cfg: Config) -> None:
+    from megatron_rl.algorithms.losses.trial import try_loss  # torch, which takes seconds: only for a loss of one's own
+    from megatron_rl.algorithms.spec import LossSpec
+
+    try:
+        try_loss(LossSpec.from_config(cfg.algorithm))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{error}") from error
 
 
 def check_device(cfg: Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .algorithm import PRESETS
 from .hf_config import HfConfig
 from .schema import Config
 
@@ -26,6 +27,7 @@ def make_plan(cfg: Config, hf: HfConfig) -> Plan:
     return Plan(
         {
             "Layout": _layout(cfg, hf),
+            "Algorithm": algorithm_rows(cfg),
             "Batch": _batch(cfg),
             "Memory per rank": _memory(cfg, hf),
             "Bytes per step": _bytes(cfg, hf),
@@ -49,6 +51,29 @@ def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
     ]
     engines = ", ".join(cfg.engine.urls) or f"{cfg.engine.replicas} x {cfg.engine.kind}"
     return [*rows, ("engines", engines, f"{cfg.engine.max_running_requests} sequences each")]
+
+
+def algorithm_rows(cfg: Config) -> list[tuple[str, str, str]]:
+    """Every key of `algorithm:` as it was resolved, and who said so; then what the preset brings to `rollout:`."""
+    a, preset = cfg.algorithm, PRESETS[cfg.algorithm.preset]
+    rows = [("preset", a.preset, "")]
+    for key, field in type(a).model_fields.items():
+        if key in ("preset", "max_tokens_per_microbatch", "updates_per_batch"):
+            continue
+        value = getattr(a, key)
+        if key in preset:
+            source = "preset" if value == preset[key] else f"given; the preset has {_plain(preset[key])}"
+        else:
+            source = "default" if value == field.get_default(call_default_factory=True) else "given"
+        rows.append((key, _plain(value), source))
+    return [*rows, ("rollout.dynamic_sampling", cfg.rollout.dynamic_sampling, "")]
+
+
+def _plain(value: object) -> str:
+    """As one would write it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _batch(cfg: Config) -> list[tuple[str, str, str]]:

@@ -242,7 +242,7 @@ def test_the_plan_names_ranks_and_bytes(values: dict[str, Any]) -> None:
     layout = {row[0]: row[1] for row in plan.sections["Layout"]}
     assert layout["trainer ranks"] == "8"
     assert layout["replica 1 stage 1"] == "ranks 6, 7"
-    assert set(plan.sections) == {"Layout", "Batch", "Memory per rank", "Bytes per step"}
+    assert set(plan.sections) == {"Layout", "Algorithm", "Batch", "Memory per rank", "Bytes per step"}
 
 
 @pytest.mark.parametrize("cap", [192, 383, 384, 1000, 16384])

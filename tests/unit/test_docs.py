@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.algorithms.losses import LOSSES, Loss, LossInputs, policy_loss
+from megatron_rl.algorithms.losses import policy_loss
+from megatron_rl.algorithms.losses.trial import try_loss
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.quickstart import Quickstart, write_quickstart
@@ -100,21 +102,26 @@ def test_the_reward_section_is_valid(tmp_path: Path) -> None:
     assert load_config(tmp_path / "mine.yaml").reward.components[1].args == {"limit": 400}
 
 
-def test_the_loss_example_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = next(block for block in blocks("add_a_loss.md", "python") if "import torch" in block)
-    scope = {"__name__": "megatron_rl.algorithms.losses.mine", "__package__": "megatron_rl.algorithms.losses"}
-    exec(code, scope)  # our own page
-    assert scope["LossInputs"] is LossInputs
-    monkeypatch.setitem(LOSSES, "mine", Loss(scope["token_loss"]))
-    log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    loss, _ = policy_loss(
-        log_probs,
-        LossSpec(kind="mine"),
-        old_log_probs=torch.tensor([-1.0, -2.5], dtype=torch.float64),
-        advantages=torch.tensor([1.0, -1.0], dtype=torch.float64),
-        weights=torch.tensor([0.5, 0.5], dtype=torch.float64),
-    )
-    loss.backward()
-    assert loss.item() == pytest.approx(0.5 * (-1.0 + 2.718281828459045**0.5))
+def test_the_loss_example_is_a_loss_and_its_section_selects_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tapered.py").write_text(blocks("add_a_loss.md", "python")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base = blocks("configuration.md", "yaml")[0].partition("algorithm:")[0]
+    (tmp_path / "mine.yaml").write_text(base + blocks("add_a_loss.md", "yaml")[0])
+    spec = LossSpec.from_config(load_config(tmp_path / "mine.yaml").algorithm)
+    try:
+        try_loss(spec)
+        log_probs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+        loss, _ = policy_loss(
+            log_probs,
+            spec,
+            old_log_probs=torch.tensor([-1.0, -2.5], dtype=torch.float64),
+            advantages=torch.tensor([1.0, -1.0], dtype=torch.float64),
+            weights=torch.tensor([0.5, 0.5], dtype=torch.float64),
+        )
+        loss.backward()
+    finally:
+        sys.modules.pop("tapered", None)
+    faded = math.exp(0.5 - 1.0)  # log r is 0.5, width is 0.5
+    assert loss.item() == pytest.approx(0.5 * (1.0 - 2.0 * faded))
     assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == pytest.approx([-0.5, 0.5 * 2.718281828459045**0.5])
+    assert log_probs.grad.tolist() == pytest.approx([-0.5, 0.5 * faded])

@@ -68,6 +68,10 @@ def policy_loss(log_probs: Tensor, spec: LossSpec, **tensors: Unpack[TokenTensor
     inputs = ready.inputs
     result = find_loss(spec.kind).token_loss(inputs, spec, **spec.args)
     per_token, flags = result if isinstance(result, tuple) else (result, _free(inputs))
+    if per_token.shape != log_probs.shape:
+        raise ValueError(
+            f"loss={spec.kind} returned {tuple(per_token.shape)}: expected one number per token, unweighted"
+        )
     if ready.reference_log_probs is not None:
         per_token = per_token + spec.kl_coef * kl_penalty(
             inputs.log_probs,
