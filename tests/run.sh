@@ -8,11 +8,15 @@ source "$here/../launch/lib.sh"
 
 usage() {
   cat <<'HELP'
-Usage: tests/run.sh [--fast | --all] [--no-lint] [pytest arguments ...]
+Usage: tests/run.sh [--fast | --all | --changed] [--no-lint] [pytest arguments ...]
 
   (no option)  the first tier: linters, types, import rules, then every test that is neither slow nor needs a GPU
   --fast       the unit tests only, without linters; for use while working
   --all        the first tier and the slow tests; with a CUDA device the gpu tests as well
+  --changed    the first tier, then the slow tests of what the last 30 commits touched (all without a history), as many
+               as fit; what is left out is printed with the reason. See tests/slow_files.py
+  --budget-minutes N
+               with --changed: no slow test begins or runs on N minutes after the start of this script (36)
   --no-lint    tests only
   -h, --help   this text
 
@@ -26,11 +30,18 @@ HELP
 
 tier=first
 lint=yes
+slow_too=no
+budget=36
 arguments=()
 while (($#)); do
   case "$1" in
     --fast) tier=fast ;;
     --all) tier=all ;;
+    --changed) slow_too=yes ;;
+    --budget-minutes)
+      budget=${2:?--budget-minutes needs a number}
+      shift
+      ;;
     --no-lint) lint=no ;;
     -h | --help)
       usage
@@ -80,7 +91,12 @@ esac
 if [[ -n "${CI:-}" ]]; then selection+=(--strict-skips); fi
 
 if [[ "$lint" == yes ]]; then lint_all; fi
+began=$SECONDS
 check "pytest ($tier)" python -m pytest ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
+if [[ "$slow_too" == yes ]]; then
+  check "pytest (slow tests of changed areas)" python -m tests.slow_files --budget-s $((budget * 60 - SECONDS)) \
+    --first-tier-s $((SECONDS - began)) ${CI:+--strict-skips}
+fi
 
 if ((${#failed[@]})); then
   printf '\nFAILED: %s\n' "$(printf '%s; ' "${failed[@]}")"
