@@ -71,6 +71,8 @@ class LossSpec:
             raise ValueError(
                 f"dual_clip={self.dual_clip}: it must be greater than 1 (3 is usual), or None to switch it off"
             )
+        if self.dual_clip is not None and self.kind in ("gspo", "gspo_token", "cispo"):
+            raise ValueError(f"dual_clip={self.dual_clip}: loss={self.kind} has no such bound; use None")
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(
                 f"kl_estimator={self.kl_estimator!r}: a loss takes {' or '.join(KL_ESTIMATORS)}; k1 has zero expected "
