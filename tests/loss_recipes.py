@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from megatron_rl.algorithms.losses import Sequences, policy_loss
 from megatron_rl.algorithms.normalisation import NORMALISATIONS, BatchCounts, token_weights
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import finalise_metrics, merge_statistics, token_statistics
+from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.step_targets import accepted_tokens
 from tests import reference_loss
 from tests.loss_batches import Batch, Share, Split, ThreadSum, on_ranks
 from tests.reference_loss import Recipe, Response
@@ -58,6 +61,7 @@ EXTRAS = st.fixed_dictionaries(
         "kl": st.sampled_from(["k2", "k3"]),
         "kl_unbiased": st.booleans(),
         "entropy_coef": st.sampled_from([0.0, 0.05]),
+        "renormalise": st.booleans(),
     }
 )
 """What is combined with every recipe, as fields of it."""
@@ -94,25 +98,31 @@ class Found:
 def reference_of(batch: Batch, recipe: Recipe, policy: Mapping[str, np.ndarray], given_old: bool) -> Found:
     """The plain formulas; `policy` has `log_probs` and `entropy` [T]."""
     leaves = {name: torch.tensor(values, dtype=torch.float64, requires_grad=True) for name, values in policy.items()}
-    inputs = {n: torch.from_numpy(v) for n, v in batch.per_token(policy["log_probs"]).items()}
-    responses = []
-    for a, b in zip(batch.starts, batch.starts[1:], strict=False):
-        responses.append(
-            Response(
-                leaves["log_probs"][a:b],
-                leaves["entropy"][a:b],
-                torch.from_numpy(batch.mask[a:b]),
-                inputs["advantages"][a:b],
-                inputs["old_log_probs"][a:b] if given_old else None,
-                inputs["behaviour_log_probs"][a:b],
-                inputs["reference_log_probs"][a:b],
-            )
+    return reference_from(batch, recipe, leaves, leaves["log_probs"], leaves["entropy"], given_old)
+
+
+def reference_from(
+    batch: Batch, recipe: Recipe, leaves: Mapping[str, Tensor], log_probs: Tensor, entropy: Tensor, given_old: bool
+) -> Found:
+    """The same with log-probs and entropy that are a function of `leaves`."""
+    inputs = {n: torch.from_numpy(v) for n, v in batch.per_token(log_probs.detach().numpy()).items()}
+    responses = [
+        Response(
+            log_probs[a:b],
+            entropy[a:b],
+            torch.from_numpy(batch.mask[a:b]),
+            inputs["advantages"][a:b],
+            inputs["old_log_probs"][a:b] if given_old else None,
+            inputs["behaviour_log_probs"][a:b],
+            inputs["reference_log_probs"][a:b],
         )
+        for a, b in itertools.pairwise(batch.starts)
+    ]
     result = reference_loss.evaluate(responses, recipe)
     gradients = {}
     for name, leaf in leaves.items():
         gradient = torch.autograd.grad(result.loss, leaf, retain_graph=True, allow_unused=True)[0]
-        gradients[name] = np.zeros(len(leaf)) if gradient is None else gradient.numpy()
+        gradients[name] = np.zeros(leaf.shape) if gradient is None else gradient.numpy()
     return Found(float(result.loss.detach()), gradients, result.metrics, result.sum_of_terms)
 
 
@@ -121,8 +131,7 @@ def evaluate_split(
 ) -> Found:
     """The package on each share, put together again."""
     spec, inputs = spec_of(recipe), batch.per_token(policy["log_probs"])
-    per_response = token_weights(recipe.normalisation, batch.counts, recipe.max_length, BatchCounts.of(batch.counts))
-    inputs["weights"] = np.where(batch.mask, per_response[batch.response], 0.0)
+    inputs["weights"] = weights_of(batch, recipe, policy["log_probs"])
     if not given_old:
         del inputs["old_log_probs"]
     loss, sums = 0.0, []
@@ -152,18 +161,49 @@ def _evaluate_share(
     tokens = {n: torch.from_numpy(share.take(v, 0.0 if n == "weights" else np.nan)) for n, v in inputs.items()}
     leaves = {n: torch.from_numpy(share.take(batch.soil(v), np.nan)).requires_grad_() for n, v in policy.items()}
     trainable = torch.from_numpy(share.take(batch.mask, False))
-    sequences = sequences_of(batch, share, reduce) if spec.needs_sequences else None
+    sequences = sequences_of(batch, share, reduce)
     loss, flags = policy_loss(
         leaves["log_probs"], spec, entropy=leaves["entropy"], trainable=trainable, sequences=sequences, **tokens
     )
     del tokens["weights"], tokens["advantages"]
     detached = {name: leaf.detach() for name, leaf in leaves.items()}
-    statistics = token_statistics(detached["log_probs"], trainable, flags=flags, entropy=detached["entropy"], **tokens)
+    statistics = token_statistics(
+        detached["log_probs"],
+        trainable,
+        flags=flags,
+        entropy=detached["entropy"],
+        spec=spec,
+        sequences=sequences,
+        **tokens,
+    )
     gradients = {}
     for name, leaf in leaves.items():
         gradient = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)[0]
         gradients[name] = np.zeros(len(leaf)) if gradient is None else gradient.numpy()
     return float(loss.detach()), gradients, statistics
+
+
+def weights_of(batch: Batch, recipe: Recipe, log_probs: np.ndarray) -> np.ndarray:
+    """[T] as the package counts them: over everything, before any split."""
+    counts = batch.counts
+    if recipe.renormalise:
+        counts = accepted_tokens(_sequence_batch(batch, log_probs), spec_of(recipe))
+    per_response = token_weights(recipe.normalisation, counts, recipe.max_length)
+    return np.where(batch.mask, per_response[batch.response], 0.0)
+
+
+def _sequence_batch(batch: Batch, log_probs: np.ndarray) -> SequenceBatch:
+    """With one more token in front of each response, which nothing predicts."""
+    inputs, fronts = batch.per_token(log_probs), batch.starts[:-1]
+    return SequenceBatch(
+        tokens=np.insert(np.zeros(len(batch.mask), dtype=np.int64), fronts, 0),
+        offsets=batch.starts + np.arange(len(batch.starts)),
+        mask=np.insert(batch.mask, fronts, False),
+        temperature=np.ones(len(fronts), dtype=np.float32),
+        sample_ids=tuple(map(str, range(len(fronts)))),
+        old_log_probs=np.insert(inputs["old_log_probs"], fronts, np.nan),
+        behaviour_log_probs=np.insert(inputs["behaviour_log_probs"], fronts, np.nan),
+    )
 
 
 def sequences_of(batch: Batch, share: Share, reduce: ThreadSum | None) -> Sequences:

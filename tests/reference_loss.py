@@ -84,20 +84,21 @@ class Result:
 def evaluate(responses: Sequence[Response], recipe: Recipe) -> Result:
     """Loss, with graph, and metrics of a batch."""
     cut = [response.trainable() for response in responses]
-    kept, factors = zip(*(correct(r, recipe) for r in cut), strict=True)
+    rejections, factors = zip(*(correct(r, recipe) for r in cut), strict=True)
+    kept = [torch.tensor([not word for word in words], dtype=torch.bool) for words in rejections]
     counts = [int(keep.sum()) for keep in kept] if recipe.renormalise else [len(r.log_probs) for r in cut]
     weights = token_weights(counts, recipe)
     terms = [torch.zeros(0, dtype=torch.float64, requires_grad=True)]  # for a batch without tokens
     flags = []
-    for r, keep, factor, weight in zip(cut, kept, factors, weights, strict=True):
+    for r, words, keep, factor, weight in zip(cut, rejections, kept, factors, weights, strict=True):
         if not len(r.log_probs):
             continue
         loss, clipped = LOSSES[recipe.loss](r, recipe)
         term = factor * (loss + recipe.kl_coef * kl(r, recipe)) - recipe.entropy_coef * r.entropy
         terms.append(weight * term[keep])
-        flags.append([flag if k else "rejected" for flag, k in zip(clipped, keep, strict=True)])
+        flags.append([word or flag for word, flag in zip(words, clipped, strict=True)])
     flat = torch.cat(terms)
-    return Result(flat.sum(), float(flat.detach().abs().sum()), metrics(cut, flags))
+    return Result(flat.sum(), float(flat.detach().abs().sum()), metrics(cut, flags, recipe))
 
 
 def sg(x: Tensor) -> Tensor:
@@ -226,24 +227,24 @@ def kl(r: Response, recipe: Recipe) -> Tensor:
     return w * k3(d) if recipe.kl == "k3" else sg(w) * d**2 / 2
 
 
-def correct(r: Response, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """(kept tokens, factor of every token) of the off-policy corrections."""
-    keep, factor = torch.ones(len(r.log_probs), dtype=torch.bool), torch.ones(len(r.log_probs), dtype=torch.float64)
-    if r.behaviour is None or not len(keep):
-        return keep, factor
+def correct(r: Response, recipe: Recipe) -> tuple[Flags, Tensor]:
+    """("", "rejected" or "rejected response", factor) of every token, by the off-policy corrections."""
+    words, factor = [""] * len(r.log_probs), torch.ones(len(r.log_probs), dtype=torch.float64)
+    if r.behaviour is None or not words:
+        return words, factor
     log_rho = sg(old(r)) - r.behaviour
     rho, (low, high) = exp20(log_rho), recipe.token_bounds
     if recipe.token_correction == "tis":
         factor = rho.clamp(low, high)
     elif recipe.token_correction in ("icepop", "mis"):
-        keep = (rho >= low) & (rho <= high)
+        words = ["" if low <= x <= high else "rejected" for x in rho]
         if recipe.token_correction == "icepop":
-            factor = torch.where(keep, rho, 0.0)
+            factor = rho
     if recipe.sequence_bounds is not None:
         low, high = recipe.sequence_bounds
-        inside = low <= float(exp20(log_rho.mean())) <= high
-        keep = keep & inside
-    return keep, factor
+        if not low <= float(exp20(log_rho.mean())) <= high:
+            words = ["rejected response"] * len(words)
+    return words, factor
 
 
 def token_weights(counts: Sequence[int], recipe: Recipe) -> list[float]:
@@ -266,38 +267,61 @@ def token_weights(counts: Sequence[int], recipe: Recipe) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
-def metrics(cut: Sequence[Response], flags: Sequence[Flags]) -> dict[str, float]:
-    """Means over all trainable tokens, rejected ones included, whatever the loss is normalised by."""
+def metrics(cut: Sequence[Response], flags: Sequence[Flags], recipe: Recipe) -> dict[str, float]:
+    """Means over all trainable tokens, rejected ones included, or over all responses that have any, whatever the loss
+    is normalised by."""
     with torch.no_grad():
-        return _metrics([r for r in cut if len(r.log_probs)], [flag for part in flags for flag in part])
+        found = _of_tokens([r for r in cut if len(r.log_probs)], [flag for part in flags for flag in part], recipe)
+        return {name: float(value) for name, value in found.items()} | _of_responses(cut, flags)
 
 
-def _metrics(cut: list[Response], flags: Flags) -> dict[str, float]:
-    n = len(flags)
-    if not n:
+def _of_tokens(cut: list[Response], flags: Flags, recipe: Recipe) -> dict[str, Tensor | float]:
+    if not cut:
         return {}
     logp, entropy = torch.cat([r.log_probs for r in cut]), torch.cat([r.entropy for r in cut])
     before = torch.cat([old(r) for r in cut])
-    found = {
+    ratio = exp20(logp - before)
+    found: dict[str, Tensor | float] = {
         "policy/entropy": entropy.mean(),
-        "policy/clip_fraction": sum(flag in ("high", "low", "dual") for flag in flags) / n,
-        "policy/clip_fraction_high": flags.count("high") / n,
-        "policy/clip_fraction_low": flags.count("low") / n,
-        "policy/clip_fraction_dual": flags.count("dual") / n,
-        "policy/ratio_mean": exp20(logp - before).mean(),
+        "policy/clip_fraction": share(flags, "high", "low", "dual"),
+        "policy/clip_fraction_high": share(flags, "high"),
+        "policy/clip_fraction_low": share(flags, "low"),
+        "policy/clip_fraction_dual": share(flags, "dual"),
+        "policy/rejected_fraction": share(flags, "rejected", "rejected response"),
+        "policy/ratio_mean": ratio.mean(),
         "policy/kl_old": k3(logp - before).mean(),
     }
+    if recipe.loss in ("ppo", "cispo", "sapo"):  # with one ratio per token
+        found["policy/ratio_above_fraction"] = (ratio > 1 + recipe.eps_high).double().mean()
+        found["policy/ratio_below_fraction"] = (ratio < 1 - recipe.eps_low).double().mean()
     if all(r.reference is not None for r in cut):
         reference = torch.cat([r.reference for r in cut if r.reference is not None])
         found["policy/kl_reference"] = k3(reference - logp).mean()
     if all(r.behaviour is not None for r in cut):
         gap = before - torch.cat([r.behaviour for r in cut if r.behaviour is not None])
-        found["gap/mean_abs"], found["gap/max_abs"], found["gap/kl_k3"] = (
-            gap.abs().mean(),
-            gap.abs().max(),
-            k3(gap).mean(),
-        )
-    return {name: float(value) for name, value in found.items()}
+        rho = exp20(gap)
+        found |= {"gap/mean_abs": gap.abs().mean(), "gap/max_abs": gap.abs().max(), "gap/kl_k3": k3(gap).mean()}
+        found |= {"gap/rho_mean": rho.mean(), "gap/rho_max": rho.max()}
+        found["gap/ess"] = rho.sum() ** 2 / (len(rho) * (rho**2).sum())
+        found["gap/outside_fraction"] = ((rho < 0.8) | (rho > 1.25)).double().mean()
+    return found
+
+
+def _of_responses(cut: Sequence[Response], flags: Sequence[Flags]) -> dict[str, float]:
+    live = [r for r in cut if len(r.log_probs)]
+    if not live:
+        return {}
+    found = {
+        "policy/clip_fraction_sequences": [share(part, "high", "low", "dual") for part in flags],
+        "policy/rejected_fraction_sequences": [share(part, "rejected response") for part in flags],
+        "policy/log_ratio_sequence_mean": [float((r.log_probs - old(r)).mean()) for r in live],
+        "gap/log_rho_sequence_mean": [float((old(r) - r.behaviour).mean()) for r in live if r.behaviour is not None],
+    }
+    return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+def share(flags: Flags, *kinds: str) -> float:
+    return sum(flag in kinds for flag in flags) / len(flags)
 
 
 # ---------------------------------------------------------------------------------------------------------- advantages

@@ -27,24 +27,23 @@ def policy_of(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def errors(found: Found, expected: Found) -> dict[str, float]:
-    """Relative to the sum of terms, to the largest gradient, and to each metric; 0 for exact zeros."""
-    assert found.metrics.keys() >= expected.metrics.keys()
-    pairs = {name: (gradient, expected.gradients[name]) for name, gradient in found.gradients.items()}
-    pairs |= {name: (np.array(found.metrics[name]), np.array(value)) for name, value in expected.metrics.items()}
-    result = {name: _error(a, b, float(np.abs(b).max(initial=0.0))) for name, (a, b) in pairs.items()}
-    return result | {"loss": _error(np.array(found.loss), np.array(expected.loss), expected.sum_of_terms)}
-
-
-def _error(found: np.ndarray, expected: np.ndarray, scale: float) -> float:
-    difference = float(np.abs(found - expected).max(initial=0.0))
-    return difference / scale if difference else 0.0
+    """Of the loss relative to the sum of its terms, of a gradient to its largest entry, of a metric to 1 or itself."""
+    assert found.metrics.keys() == expected.metrics.keys()
+    result = {"loss": abs(found.loss - expected.loss) / (expected.sum_of_terms or 1.0)}
+    for name, gradient in found.gradients.items():
+        wanted = expected.gradients[name]
+        result[name] = float(np.abs(gradient - wanted).max() / (np.abs(wanted).max() or 1.0))
+    for name, value in expected.metrics.items():
+        result[name] = abs(found.metrics[name] - value) / max(1.0, abs(value))
+    return result
 
 
 @st.composite
 def situations(draw: st.DrawFn, recipe: Recipe) -> tuple[Batch, Recipe, bool, Split]:
     batch = draw(batches(recipe.loss in SEQUENCE_LEVEL, recipe.sequence_bounds))
     full = replace(recipe, **draw(EXTRAS))
-    return batch, full, draw(st.booleans(), label="old log-probs are given"), draw(splits(len(batch.lengths)))
+    given_old = full.renormalise or draw(st.booleans(), label="old log-probs are given")
+    return batch, full, given_old, draw(splits(len(batch.lengths)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
