@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
 
 from megatron_rl.config import Config, dump
 
-from .ports import free_port
+from .bootstrap import LAUNCH, child_environment
 from .processes import EXIT_RESUMABLE, Role, start, stop
 from .resume import Resume, require_same_run
 from .run_dir import RunDir
@@ -81,10 +82,10 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
             roles.append(start("engine", replica, argv, env, run.log("engine", replica), lock=lock))
     argv = [*python, "megatron_rl.cli", "rollout", "--config", str(run.config)]
     roles.append(start("controller", 0, argv, env, run.log("controller", 0), lock=lock))
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    launch = {LAUNCH: uuid.uuid4().hex}
     world = cfg.parallel.world_size or 1
     for rank in range(world):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **rendezvous}
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **launch}
         # Megatron warns at length about what a machine without CUDA lacks; an error must not drown in it.
         quiet = [sys.executable, "-W", "ignore::UserWarning", "-W", "ignore::FutureWarning", "-m"]
         argv = [*quiet, "megatron_rl.train", str(run.config), *(["--from", str(checkpoint)] if checkpoint else [])]
@@ -103,8 +104,9 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment; one thread per process, since the ranks already fill the cores."""
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONUNBUFFERED": "1"}
+    """The caller's environment, whoever launched the caller; one thread per process, since the ranks already fill the cores."""
+    environ = child_environment(os.environ)
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float) -> int:

@@ -1,7 +1,6 @@
 """Brings up torch.distributed and Megatron's parallel state for one rank, and takes them down; builds no model.
 
-A rank is started by torchrun, a Slurm step or a test, which set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (and
-LOCAL_RANK where there are GPUs): that is how torch.distributed is told where it is, not a way to configure anything.
+Which rank it is and where the others are was found out before (`cluster.bootstrap`) and is handed in.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import math
 import os
 import random
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -20,19 +20,57 @@ import torch.distributed as dist
 from megatron_rl import cpu_backend
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
     from megatron_rl.config.parallel import ParallelConfig
+else:
+    from torch.distributed import TCPStore
 
 
 class DistributedError(RuntimeError):
     """The processes that were started do not fit the configuration; the message says what to change."""
 
 
+class Meeting(Protocol):
+    """How the ranks find the store that they share."""
+
+    def meet(
+        self,
+        serve: Callable[[], tuple[TCPStore, int]],
+        connect: Callable[[str, int, float], TCPStore],
+        timeout_s: float,
+    ) -> TCPStore | None:
+        """The store, served by rank 0; None where torch.distributed finds it by itself."""
+        ...
+
+
+class Place(Protocol):
+    """Which rank this is."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    @property
+    def meeting(self) -> Meeting: ...
+
+
 def initialize(
-    parallel_cfg: ParallelConfig, seed: int, timeout_s: float, device: Literal["auto", "cpu", "cuda"] = "auto"
+    place: Place,
+    parallel_cfg: ParallelConfig,
+    seed: int,
+    timeout_s: float,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
     """Join the process group, build Megatron's parallel groups and seed every generator.
 
     Args:
+        place: this rank, and how it meets the others.
         parallel_cfg: the section `parallel`.
         seed: the run's seed; tensor-parallel ranks get their own stream inside Megatron's RNG tracker.
         timeout_s: seconds after which a collective (and the rendezvous) gives up. Megatron takes whole minutes for its
@@ -40,7 +78,7 @@ def initialize(
         device: `cluster.device`.
 
     Raises:
-        DistributedError: CUDA is asked for and absent, the rank environment is missing, or the number of processes is
+        DistributedError: CUDA is asked for and absent, or the number of processes is not `parallel.world_size`.
             not `parallel.world_size`.
     """
     if device == "cuda" and (problem := cuda_problem(1)):
@@ -50,13 +88,13 @@ def initialize(
     on_cpu = cpu_backend.install()
     from megatron.core import parallel_state, tensor_parallel
 
-    _check_environment(parallel_cfg)
+    _check_world_size(place.world_size, parallel_cfg)
     if on_cpu:
         torch.set_num_threads(1)
     else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place.local_rank)
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout_s))
+        _join(place, "gloo" if on_cpu else "nccl", timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel_cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel_cfg.pipeline_model_parallel_size,
@@ -96,23 +134,38 @@ def peer_failure(error: BaseException) -> str | None:
     where = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "a collective"
     reason = " ".join(text.split()).rpartition("] ")[2][:200]
     return (
-        f"rank {os.environ.get('RANK')} was left alone in {where}: {reason}. Another trainer rank has ended or hangs: "
+        f"rank {dist.get_rank()} was left alone in {where}: {reason}. Another trainer rank has ended or hangs: "
         "look at the logs of the others, or raise cluster.collective_timeout_s if it was only slow"
     )
 
 
-def _check_environment(parallel_cfg: ParallelConfig) -> None:
-    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] + ["LOCAL_RANK"] * torch.cuda.is_available()
-    missing = [name for name in needed if name not in os.environ]
-    if missing:
+def _join(place: Place, backend: str, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    store = place.meeting.meet(_serve, _connect, timeout_s)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _serve() -> tuple[TCPStore, int]:
+    """A store on a port that the system chooses; it listens on all addresses before anybody hears of the port."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    return store, store.port
+
+
+def _connect(host: str, port: int, timeout_s: float) -> TCPStore:
+    try:
+        return TCPStore(host, port, None, False, timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise ConnectionError(str(error).splitlines()[0]) from error
+
+
+def _check_world_size(started: int, parallel_cfg: ParallelConfig) -> None:
+    if started != parallel_cfg.world_size:
         raise DistributedError(
-            f"{', '.join(missing)} not set: this process was not started as a rank. Start it with `megatron-rl train`, "
-            "torchrun or the Slurm launcher"
-        )
-    world = int(os.environ["WORLD_SIZE"])
-    if world != parallel_cfg.world_size:
-        raise DistributedError(
-            f"{world} processes were started, but section `parallel` needs {parallel_cfg.world_size}: "
+            f"{started} processes were started, but section `parallel` needs {parallel_cfg.world_size}: "
             f"tensor {parallel_cfg.tensor_model_parallel_size} x "
             f"pipeline {parallel_cfg.pipeline_model_parallel_size} x "
             f"context {parallel_cfg.context_parallel_size} x data {parallel_cfg.data_parallel_size}. "

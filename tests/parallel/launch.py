@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.cluster.bootstrap import Place, find_place
 from megatron_rl.cluster.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +157,11 @@ class _Nursery:
 @functools.cache
 def _nursery() -> _Nursery:
     return _Nursery()
+
+
+def this_rank() -> Place:
+    """What a function called by `run_ranks` hands to `policy.distributed.initialize`."""
+    return find_place(os.environ, folder=Path())
 
 
 # ------------------------------------------------------------------------------------------ the nursery, from inside

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.microbatch import Plan, plan_microbatches
+from tests.parallel.launch import this_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,7 +83,7 @@ def layout(cfg: Config, alone: bool = False) -> Iterator[int]:
     if alone:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="0")
     try:
-        distributed.initialize(cfg.parallel, seed=1, timeout_s=60)
+        distributed.initialize(this_rank(), cfg.parallel, seed=1, timeout_s=60)
         yield parallel_state.get_data_parallel_rank()
         if alone:
             distributed.shutdown()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.launch import run_ranks
+from tests.parallel.launch import run_ranks, this_rank
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
@@ -93,7 +93,7 @@ def run_cases(paths: dict[str, Path]) -> dict[tuple[str, str], Result]:
     results = {}
     for name, layout in LAYOUTS.items():
         parallel_cfg = ParallelConfig(**layout)
-        distributed.initialize(parallel_cfg, seed=3, timeout_s=60)
+        distributed.initialize(this_rank(), parallel_cfg, seed=3, timeout_s=60)
         for model in [model for model, layout_name in CASES if layout_name == name]:
             results[model, name] = run_case(paths[model], parallel_cfg)
         parallel_state.destroy_model_parallel()

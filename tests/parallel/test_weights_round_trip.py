@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.parallel.launch import RankError, run_ranks
+from tests.parallel.launch import RankError, run_ranks, this_rank
 from tests.parallel.test_model_parity import LAYOUTS, MODELS, PLAIN, RANKS, VOCAB_SIZE
 from tests.tiny import tiny_model
 
@@ -47,7 +47,7 @@ def run_all(paths: dict[str, Path], bad: dict[str, Path], weights_dir: Path) -> 
     result = RankResult()
     for layout in PLAIN:
         parallel_cfg = ParallelConfig(**LAYOUTS[layout])
-        distributed.initialize(parallel_cfg, seed=3, timeout_s=60)
+        distributed.initialize(this_rank(), parallel_cfg, seed=3, timeout_s=60)
         for model, path in paths.items():
             chunks, hf = load(path, parallel_cfg)
             exported = export(chunks, hf)
@@ -310,7 +310,7 @@ def publish_and_die(path: Path, weights_dir: Path) -> None:
     from megatron_rl.policy import distributed
     from megatron_rl.weights import version_dir
 
-    distributed.initialize(ParallelConfig(), seed=3, timeout_s=60)
+    distributed.initialize(this_rank(), ParallelConfig(), seed=3, timeout_s=60)
     chunks, hf = load(path, ParallelConfig())
     version_dir._move_into_place = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     version_dir.write_version(chunks, hf, path, version_dir.version_path(weights_dir, 2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl import cpu_backend
-from tests.parallel.launch import run_ranks
+from tests.parallel.launch import run_ranks, this_rank
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is inert on a machine with CUDA")
 
@@ -154,7 +154,7 @@ def try_all() -> dict[str, tuple[str, str]]:
     from megatron_rl.config.parallel import ParallelConfig
     from megatron_rl.policy import distributed
 
-    distributed.initialize(ParallelConfig(), seed=1, timeout_s=60)
+    distributed.initialize(this_rank(), ParallelConfig(), seed=1, timeout_s=60)
     outcomes = {}
     for name, check in CHECKS.items():
         raised = []
