@@ -104,7 +104,7 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment, whoever launched the caller; one thread per process, since the ranks already fill the cores."""
+    """The caller's environment, as if nothing had launched it; one thread per process: the ranks fill the cores."""
     environ = child_environment(os.environ)
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environ, "PYTHONUNBUFFERED": "1"}
 
