@@ -25,6 +25,7 @@ from pathlib import Path
 
 from megatron_rl.config import Config
 
+from .bootstrap import child_environment
 from .processes import decode_exit, die_with_parent
 from .run_dir import RunDir
 
@@ -136,8 +137,7 @@ def supervise_node(cfg: Config, config: Path, per_node: int, host: str, logs: Pa
     """
     first = int(os.environ["SLURM_PROCID"]) * per_node
     replicas = range(first, min(first + per_node, cfg.engine.replicas))
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI_", "PMI2_", "PMIX_", "OMPI_"))}
-    return _supervise_replicas(cfg, config, replicas, host, env, logs)
+    return _supervise_replicas(cfg, config, replicas, host, child_environment(os.environ), logs)
 
 
 def _supervise_replicas(
