@@ -32,7 +32,7 @@ class ClusterConfig(Section):
     trainer_nodes: int | None = Field(None, ge=1)
     """Slurm: nodes of the trainer; null = as many as parallel.world_size needs at ranks_per_node."""
     ranks_per_node: int | None = Field(None, ge=1)
-    """Slurm: trainer ranks on one node; null = one per GPU, and without GPUs spread evenly over trainer_nodes."""
+    """Slurm: trainer ranks on one node; null = spread evenly over trainer_nodes; without those, one per GPU."""
     engine_nodes: int | None = Field(None, ge=1)
     """Slurm: nodes of the engines; null = as many as engine.replicas needs at engines_per_node."""
     engines_per_node: int | None = Field(None, ge=1)
@@ -50,7 +50,8 @@ class ClusterConfig(Section):
     restart_pause_s: Seconds = 5.0
     """Slurm: pause before such a restart; doubled each time."""
     progress_timeout_s: Seconds = 1800.0
-    """Slurm: longest time without a new row in metrics.jsonl before the run counts as hung and is restarted."""
+    """Slurm: longest time without a new row in metrics.jsonl before the run counts as hung and is restarted; until the
+    first one, start_timeout_s longer."""
     save_timeout_s: Seconds = 300.0
     """Slurm: longest time from a signal to the end of the checkpoint; sbatch's --signal must come this early."""
     max_requeues: int = Field(100, ge=0)

@@ -175,14 +175,16 @@ class Attempt:
         )
 
     def _hung(self) -> Outcome | None:
-        idle, limit = self._progress.idle_s(), self._cfg.cluster.progress_timeout_s
+        idle, cluster = self._progress.idle_s(), self._cfg.cluster
+        limit, keys = cluster.progress_timeout_s, "cluster.progress_timeout_s"
+        if self._progress.first_s is None:  # importing, loading, compiling
+            limit, keys = limit + cluster.start_timeout_s, f"cluster.start_timeout_s + {keys}"
         if idle < limit:
             return None
         self._dump_stacks()
         return Outcome(
             Verdict.FAILED,
-            f"no progress for {limit:.0f} s (cluster.progress_timeout_s); where every process stands: "
-            f"{self._folder}/stacks-*.txt",
+            f"no progress for {limit:.0f} s ({keys}); where every process stands: {self._folder}/stacks-*.txt",
         )
 
     def _dump_stacks(self) -> None:

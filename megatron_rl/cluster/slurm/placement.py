@@ -96,7 +96,8 @@ def need(cfg: Config, shape: NodeShape) -> Need:
         ConfigError: the sizes contradict each other.
     """
     c, world = cfg.cluster, cfg.parallel.world_size or 1
-    ranks = c.ranks_per_node or shape.gpus or math.ceil(world / (c.trainer_nodes or 1))
+    spread = math.ceil(world / c.trainer_nodes) if c.trainer_nodes else shape.gpus or world
+    ranks = c.ranks_per_node or spread
     trainer = c.trainer_nodes or math.ceil(world / ranks)
     problems = []
     if not (trainer - 1) * ranks < world <= trainer * ranks:
@@ -104,6 +105,8 @@ def need(cfg: Config, shape: NodeShape) -> Need:
             f"{trainer} trainer nodes with {ranks} ranks each do not fit {world} ranks (section parallel): change "
             "cluster.trainer_nodes or cluster.ranks_per_node, or leave one of them out"
         )
+    if shape.gpus and ranks > shape.gpus and c.device != "cpu":
+        problems.append(f"{ranks} trainer ranks on a node of {shape.gpus} GPUs: raise cluster.trainer_nodes")
     replicas = 0 if cfg.engine.urls else cfg.engine.replicas
     per_node = c.engines_per_node or math.ceil(replicas / (c.engine_nodes or replicas or 1)) or 1
     engines = math.ceil(replicas / per_node)
