@@ -74,8 +74,11 @@ def kl_in_reward(
     Returns:
         [B] float64.
     """
-    gap = np.asarray(old_log_probs, dtype=np.float64) - np.asarray(reference_log_probs, dtype=np.float64)
-    gap = np.where(np.asarray(mask, dtype=bool), gap, 0.0)
+    live = np.asarray(mask, dtype=bool)
+    old, reference = (
+        np.where(live, np.asarray(x, dtype=np.float64), 0.0) for x in (old_log_probs, reference_log_probs)
+    )
+    gap = old - reference
     r, bounds = np.asarray(rewards, dtype=np.float64), np.asarray(offsets)
     sequence = np.repeat(np.arange(len(r)), np.diff(bounds))
     return r - coef * np.bincount(sequence, weights=gap[bounds[0] : bounds[-1]], minlength=len(r))

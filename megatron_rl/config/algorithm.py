@@ -26,6 +26,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESET_DYNAMIC_SAMPLING = {"dapo": "refill"}
 """`rollout.dynamic_sampling` that a preset brings; `off` for the others."""
 
+PRESET_OVERLONG_SHARE = {"dapo": 0.2}
+"""`rollout.overlong_cache` that a preset brings, as a share of the longest response (DAPO: 4096 of 20480)."""
+
 
 class AlgorithmConfig(Section):
     """Advantages, loss, normalisation, KL, entropy and off-policy corrections of one policy update."""

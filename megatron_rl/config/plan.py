@@ -54,7 +54,7 @@ def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
 
 
 def algorithm_rows(cfg: Config) -> list[tuple[str, str, str]]:
-    """Every key of `algorithm:` as it was resolved, and who said so; then what the preset brings to `rollout:`."""
+    """Every key of `algorithm:` as it was resolved, and who said so; then what presets bring to `rollout:`."""
     a, preset = cfg.algorithm, PRESETS[cfg.algorithm.preset]
     rows = [("preset", a.preset, "")]
     for key, field in type(a).model_fields.items():
@@ -66,7 +66,11 @@ def algorithm_rows(cfg: Config) -> list[tuple[str, str, str]]:
         else:
             source = "default" if value == field.get_default(call_default_factory=True) else "given"
         rows.append((key, _plain(value), source))
-    return [*rows, ("rollout.dynamic_sampling", cfg.rollout.dynamic_sampling, "")]
+    return [*rows, *((f"rollout.{key}", _plain(getattr(cfg.rollout, key)), "") for key in _BROUGHT)]
+
+
+_BROUGHT = ("dynamic_sampling", "overlong_cache")
+"""Keys of `rollout:` that a preset brings."""
 
 
 def _plain(value: object) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from .algorithm import PRESET_DYNAMIC_SAMPLING, AlgorithmConfig
+from .algorithm import PRESET_DYNAMIC_SAMPLING, PRESET_OVERLONG_SHARE, AlgorithmConfig
 from .base import Section
 from .checkpoint import CheckpointConfig
 from .cluster import ClusterConfig
@@ -56,11 +56,15 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset_reaches_rollout(cls, values: Any) -> Any:
-        """A preset may bring its way of sampling (DAPO: refill) unless the user chose one."""
+        """A preset may bring its way of sampling and shaping (DAPO: refill, overlong) unless the user chose one."""
         if not isinstance(values, dict):
             return values
         algorithm, rollout = values.get("algorithm", {}), values.get("rollout", {})
-        if isinstance(algorithm, dict) and isinstance(rollout, dict) and "dynamic_sampling" not in rollout:
+        if isinstance(algorithm, dict) and isinstance(rollout, dict):
             preset = str(algorithm.get("preset", "dapo"))
-            values = {**values, "rollout": {"dynamic_sampling": PRESET_DYNAMIC_SAMPLING.get(preset, "off"), **rollout}}
+            brought: dict[str, Any] = {"dynamic_sampling": PRESET_DYNAMIC_SAMPLING.get(preset, "off")}
+            longest = rollout.get("max_response_tokens", RolloutConfig.model_fields["max_response_tokens"].default)
+            if preset in PRESET_OVERLONG_SHARE and isinstance(longest, int) and not rollout.get("overlong_filter"):
+                brought["overlong_cache"] = max(1, int(PRESET_OVERLONG_SHARE[preset] * longest))
+            values = {**values, "rollout": {**brought, **rollout}}
         return values

@@ -68,8 +68,8 @@ def accepted_tokens(batch: SequenceBatch, spec: LossSpec) -> np.ndarray:
     """int64 [S], trainable tokens of each sequence that the corrections of `spec` do not reject."""
     if batch.old_log_probs is None or batch.behaviour_log_probs is None:
         raise ValueError("what is rejected depends on old_log_probs and behaviour_log_probs: fill them in first")
-    old, behaviour = batch.old_log_probs.astype(np.float64), batch.behaviour_log_probs.astype(np.float64)
-    log_rho = np.where(batch.mask, old - behaviour, 0.0)
+    old, behaviour = (np.where(batch.mask, x, 0.0) for x in (batch.old_log_probs, batch.behaviour_log_probs))
+    log_rho = old.astype(np.float64) - behaviour
     sequence = np.repeat(np.arange(len(batch)), batch.lengths)
     totals = np.bincount(sequence, weights=log_rho, minlength=len(batch))
     means = (totals / np.maximum(batch.trainable_counts, 1))[sequence]

@@ -46,6 +46,23 @@ def test_each_preset_is_its_paper(preset: str, expected: tuple[Any, ...]) -> Non
     assert config(preset=preset).rollout.dynamic_sampling == ("refill" if preset == "dapo" else "off")
 
 
+@pytest.mark.parametrize(
+    ("preset", "rollout", "cache"),
+    [
+        ("dapo", {"max_response_tokens": 20480}, 4096),
+        ("dapo", {"max_response_tokens": 2}, 1),
+        ("dapo", {}, 1638),
+        ("dapo", {"overlong_cache": 7}, 7),
+        ("dapo", {"overlong_cache": None}, None),
+        ("dapo", {"overlong_filter": True}, None),
+        ("grpo", {}, None),
+    ],
+)
+def test_dapo_brings_its_overlong_punishment(preset: str, rollout: dict[str, Any], cache: int | None) -> None:
+    cfg = validate({**COMMON, "algorithm": {"preset": preset}, "rollout": rollout})
+    assert cfg.rollout.overlong_cache == cache
+
+
 def test_every_preset_is_tested_and_every_loss_is_known_everywhere() -> None:
     assert set(PRESETS) == set(AlgorithmConfig.model_fields["preset"].annotation.__args__)
     assert set(LOSS_ARGS) | {"nll"} == set(LOSSES)
@@ -149,7 +166,7 @@ def test_a_dry_run_shows_every_resolved_value_and_where_it_comes_from(preset: st
     assert rows["dual_clip"] == ("null", "default")
     assert rows["shift_mean"] == ("true", "default")
     shown = set(rows) | {"updates_per_batch", "max_tokens_per_microbatch"}
-    assert shown == set(AlgorithmConfig.model_fields) | {"rollout.dynamic_sampling"}
+    assert shown == set(AlgorithmConfig.model_fields) | {"rollout.dynamic_sampling", "rollout.overlong_cache"}
 
 
 def test_a_dry_run_names_what_was_changed_against_the_preset() -> None:
