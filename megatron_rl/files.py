@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+_NO_MORE_BYTES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
@@ -14,7 +17,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends: temporary beside it, fsync, rename.
 
     A reader sees the old file or the new one, never half of one; after an exception the old one stays. `mode` is that
-    of a new file, less the umask. Raises OSError as the file system does.
+    of a new file, less the umask. Raises OSError as the file system does, with the name of the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -24,8 +27,10 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -34,6 +39,13 @@ def write_atomic(path: Path, content: bytes | str, mode: int = 0o666) -> Path:
     with atomic_file(path, mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def disk_failure(error: BaseException) -> str | None:
+    """In words, if `error` says that the file system takes no more bytes; else None."""
+    if not isinstance(error, OSError) or error.errno not in _NO_MORE_BYTES:
+        return None
+    return f"{error}: make room there, or raise the quota, then go on with --resume"
 
 
 def sync(path: Path) -> None:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_rl.algorithms.spec import LossSpec
-from megatron_rl.bring_up import EXPECTED_ERRORS, open_session
+from megatron_rl.bring_up import in_words, open_session
 from megatron_rl.cluster.processes import EXIT_RESUMABLE
-from megatron_rl.policy.distributed import peer_failure
 from megatron_rl.session import STOP_SIGNALS, Session, StopRequested
 
 log = logging.getLogger(__name__)
@@ -101,14 +100,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with open_session(words.config, words.checkpoint) as session:
             code = train(session)
-    except EXPECTED_ERRORS as error:
-        log.error("%s", error)
-        code = 1
-    except RuntimeError as error:
-        explained = peer_failure(error)
-        if explained is None:
+    except Exception as error:
+        message = in_words(error)
+        if message is None:
             raise
-        log.error("%s", explained)
+        log.error("%s", message)
         code = 1
     _exit(code)
 

@@ -57,9 +57,18 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def train(folder: Path, inputs: Path, *words: str, config: Path = QUICKSTART, timeout: float = 400) -> FinishedRun:
-    """`megatron-rl train` to its end. `words`: overrides and options."""
+def train(
+    folder: Path,
+    inputs: Path,
+    *words: str,
+    config: Path = QUICKSTART,
+    timeout: float = 400,
+    largest_file: int | None = None,
+) -> FinishedRun:
+    """`megatron-rl train` to its end. `words`: overrides and options; `largest_file`: bytes that a file may have."""
     command = train_command(folder, inputs, *words, config=config)
+    if largest_file is not None:
+        command = ["prlimit", f"--fsize={largest_file}", *command]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, env=environment()
     )

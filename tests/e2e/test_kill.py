@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.audit import audit_run
+from megatron_rl.policy import checkpoint
 
 from .live import LiveRun, exact_metrics, rows
 from .runs import make_inputs, train
@@ -226,27 +227,62 @@ def test_a_controller_that_is_silent_ends_the_run_at_the_deadline_with_its_log(t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("largest_file", "complaint"),
+    [
+        (1_000_000, r"could not write \S+/weights/\S+: .*File too large"),
+        (2_000_000, r"/checkpoints/\.tmp-step-000000 cannot be written .*make room, then go on with --resume"),
+        (4_000_000, r"File too large: '\S+/report.html': make room there"),
+    ],
+)
+def test_a_disk_that_takes_no_more_ends_the_run_with_one_message_and_with_room_it_goes_on(
+    tmp_path: Path, inputs: Path, largest_file: int, complaint: str
+) -> None:
+    """A limit on the size of files plays the full disk: for weights, for a checkpoint, for the report."""
+    folder, words = tmp_path / "run", ("steps=1", *TINY)
+    stopped = train(folder, inputs, *words, largest_file=largest_file)
+    assert stopped.code == 1
+    assert re.search(complaint, stopped.output), stopped.output
+    assert "Traceback" not in stopped.output
+    assert checkpoint.latest(folder) is None or largest_file == 4_000_000
+    resumed = train(folder, inputs, *words, "--resume")
+    assert resumed.code == 0, resumed.output
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_the_earlier_run_is_refused_and_an_older_checkpoint_can_be_chosen(
     tmp_path: Path, inputs: Path
 ) -> None:
     folder, words = uninterrupted(tmp_path / "run", inputs, "steps=4", *TINY), ("steps=4", *TINY)
     before = exact_metrics(folder)
 
-    def refused(*more: str) -> str:
+    def refused(*more: str, code: int = 1) -> str:
         answer = train(folder, inputs, *words, "--resume", *more)
-        assert answer.code == 1
+        assert answer.code == code, answer.output
         assert "Traceback" not in answer.output
         assert exact_metrics(folder) == before
         return answer.output
 
     assert "optimizer.lr: 0.0003 -> 0.5" in refused("optimizer.lr=0.5")
     other = make_inputs(tmp_path / "other", seed=2, prompts=8, eval_prompts=8, sft_prompts=64)
-    assert "belongs to other prompts or another order" in refused(f"data.prompts={other}/train.jsonl")
+    logs = [path.stat().st_size for path in sorted((folder / "logs").iterdir())]
+    for recorded in (inputs, other):  # the file that config.yaml names proves nothing
+        config = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(config.replace(f"{inputs}/train.jsonl", f"{recorded}/train.jsonl"))
+        assert "belongs to other prompts or another order" in refused(f"data.prompts={other}/train.jsonl", code=2)
+        (folder / "config.yaml").write_text(config)
+    assert logs == [path.stat().st_size for path in sorted((folder / "logs").iterdir())]  # nothing was started
     damaged = next((folder / "checkpoints" / "step-000004" / "policy").glob("*.distcp"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    answer = refused()
-    assert str(damaged) in answer
-    assert "--resume-from 2" in answer
+    whole = damaged.read_bytes()
+    for content, state in (
+        (whole[:-1], "bytes instead of"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "right size but not"),
+    ):
+        damaged.write_bytes(content)
+        answer = refused()
+        assert f"{damaged} has " in answer
+        assert state in answer
+        assert "--resume-from 2" in answer
     assert "no checkpoint of step 3; it has those of: 2, 4" in refused("--resume-from=3")
     resumed = train(folder, inputs, *words, "--resume-from", "2")
     assert resumed.code == 0, resumed.output

@@ -68,7 +68,8 @@ def test_waiting_for_rank_zero_ends_at_the_deadline_and_says_what_for() -> None:
 
 def test_a_run_directory_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    with run.locked(), pytest.raises(RunDirError, match=rf"in use by process {os.getpid()} on"), run.locked():
+    owner = rf"in use by process {os.getpid()} on {socket.gethostname()}, running for 0 min; choose another run_dir"
+    with run.locked(), pytest.raises(RunDirError, match=owner), run.locked():
         pass
     with run.locked():
         pass
@@ -94,6 +95,21 @@ def test_a_run_directory_below_a_file_or_that_is_one_is_a_plain_error(tmp_path: 
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(RunDirError, match=r"cannot be written: .*choose another run_dir"), RunDir(path).locked():
             pass
+
+
+def test_a_read_only_run_directory_is_a_plain_error(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o555)
+    root = os.geteuid() == 0
+    if root:  # whom no mode keeps out
+        os.seteuid(65534)
+    try:
+        with pytest.raises(RunDirError, match=r"cannot be written: .*Permission denied.*choose another run_dir"):
+            with RunDir(folder).locked():
+                pass
+    finally:
+        if root:
+            os.seteuid(0)
 
 
 def test_an_error_while_the_directory_is_held_stays_what_it_is(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_verifier_that_raises_is_logged_a_few_times_and_counted(caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert "prompt 'p-7'" in lines[0]
     assert "raised LookupError: no key" in lines[0]
+    assert "tests.unit.reward_hooks:obey returned nan" in lines[1]
     assert "only counted" in lines[-1]
     assert len(lines) == 6
 
