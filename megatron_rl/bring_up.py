@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl.cluster.bootstrap import BootstrapError, find_place
+from megatron_rl.cluster.meeting import MeetingError
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.data import DataError
+from megatron_rl.files import disk_failure
 from megatron_rl.monitor.logs import setup_logging
 from megatron_rl.monitor.metrics_log import MetricsFileError
 from megatron_rl.monitor.recorder import Recorder
 from megatron_rl.monitor.report_data import ReportError
 from megatron_rl.policy import checkpoint, distributed
 from megatron_rl.policy.checkpoint import CheckpointError
-from megatron_rl.policy.distributed import DistributedError
+from megatron_rl.policy.distributed import DistributedError, peer_failure
 from megatron_rl.policy.model import ModelError
 from megatron_rl.policy.policy import Policy, PolicyError
 from megatron_rl.rollout.control import EngineControl
@@ -32,6 +36,7 @@ from megatron_rl.weights import WeightsError
 from megatron_rl.weights.version_dir import discard_versions_after
 
 EXPECTED_ERRORS = (
+    BootstrapError,
     CheckpointError,
     ConfigError,
     ControllerError,
@@ -41,12 +46,20 @@ EXPECTED_ERRORS = (
     MetricsFileError,
     ModelError,
     LedgerError,
+    MeetingError,
     PolicyError,
     RankZeroError,
     ReportError,
     WeightsError,
 )
 """What may go wrong in a run without a fault in the code; the message is complete, a traceback would hide it."""
+
+
+def in_words(error: Exception) -> str | None:
+    """The whole message of an error that a run may end with; None for a fault in the code."""
+    if isinstance(error, EXPECTED_ERRORS):
+        return str(error)
+    return disk_failure(error) or (peer_failure(error) if isinstance(error, RuntimeError) else None)
 
 
 @contextmanager
@@ -56,7 +69,8 @@ def open_session(config: Path, resume_from: Path | None) -> Iterator[Session]:
     `resume_from` is the checkpoint to go on from; without one the run begins from its start, whatever lies there.
     """
     cfg = load_config(config)
-    distributed.initialize(cfg.parallel, cfg.seed, cfg.cluster.collective_timeout_s, cfg.cluster.device)
+    place = find_place(os.environ, RunDir(cfg.run_dir).endpoints)
+    distributed.initialize(place, cfg.parallel, cfg.seed, cfg.cluster.collective_timeout_s, cfg.cluster.device)
     rank = dist.get_rank()
     setup_logging("trainer", rank, None, cfg.logging.level)  # stderr is the rank's log file already
     recorder = None
@@ -88,7 +102,8 @@ def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Pat
     urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
     patience = 0.0 if cfg.engine.urls else cfg.engine.ready_timeout_s  # those have no supervisor of ours
     logs = engine_logs(cfg.run_dir, urls)
-    engines = EngineControl(urls, timeout_s=cfg.engine.update_timeout_s, patience_s=patience, logs=logs)
+    key, deadline = cfg.engine.read_api_key(cfg.run_dir), cfg.engine.update_timeout_s
+    engines = EngineControl(urls, timeout_s=deadline, patience_s=patience, api_key=key, logs=logs)
     return Session(cfg, policy, controller, engines, zero, recorder, resume_from)
 
 
