@@ -172,6 +172,14 @@ def _wrong_shape(folder: Path) -> str:
     return "model.norm.weight has shape (65,)"
 
 
+def _another_vocabulary(folder: Path) -> str:
+    tensors = load_file(folder / "model.safetensors")
+    rows, width = tensors["model.embed_tokens.weight"].shape
+    tensors["model.embed_tokens.weight"] = torch.ones(rows + 1, width)
+    save_file(tensors, folder / "model.safetensors")
+    return f"model.embed_tokens.weight has shape ({rows + 1}, {width}), served is ({rows}, {width})"
+
+
 def _truncated(folder: Path) -> str:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
@@ -192,6 +200,7 @@ def _index_names_a_missing_file(folder: Path) -> str:
         _missing_tensor,
         _surplus_tensor,
         _wrong_shape,
+        _another_vocabulary,
         _truncated,
         _index_names_a_missing_file,
     ],
