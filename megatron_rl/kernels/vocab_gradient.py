@@ -25,7 +25,7 @@ def logits_gradient(
 ) -> Tensor:
     """Gradient [T, W], rounded once; exactly 0 in masked rows, padding columns and rows with zero gradients.
 
-    The logits of rows whose gradients are both 0 are not read.
+    That holds whatever stands in them. Masked rows are not read, nor are rows with zero gradients once they are many.
 
     Args:
         rows: the live rows. maximum: [n], m of this slice. log_norm, entropy: [n], of `Merged`.
@@ -37,20 +37,24 @@ def logits_gradient(
     out = torch.empty_like(rows.logits) if out is None else out
     grad = torch.zeros_like(log_norm) if grad is None else grad.to(log_norm.dtype)
     acts = grad != 0 if entropy_grad is None else (grad != 0) | (entropy_grad != 0)
-    positions = None if bool(acts.all()) else acts.nonzero().squeeze(1)
-    if positions is not None:
+    acting = acts.nonzero().squeeze(1)
+    positions = None
+    if acting.shape[0] < acts.shape[0] and (rows.index is not None or 2 * acting.shape[0] <= acts.shape[0]):
+        positions = acting  # the others are worth leaving out
         rows, maximum, log_norm, grad, entropy = (
             rows.subset(positions),
             *(values[positions] for values in (maximum, log_norm, grad, entropy)),
         )
         entropy_grad = None if entropy_grad is None else entropy_grad[positions]
-    if rows.valid == 0 or rows.target.shape[0] == 0:
+    if rows.valid == 0 or acting.shape[0] == 0:
         return out.zero_()
     _write(rows, out, maximum, kept, positions, *_coefficients(rows, log_norm, grad, entropy, entropy_grad))
-    if rows.index is not None:
-        at_rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, rows.index, False)
-        out[at_rest] = 0
-    out[:, rows.valid :] = 0
+    if acting.shape[0] < out.shape[0]:
+        written = acting if rows.index is None else rows.index
+        at_rest = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, written, False)
+        out.index_fill_(0, at_rest.nonzero().squeeze(1), 0)
+    if rows.valid < out.shape[1]:
+        out[:, rows.valid :] = 0
     return out
 
 
