@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from .algorithm_rules import problems
+from .algorithm_rules import CORRECTION_BOUNDS, problems
 from .base import Section
 
 _CLIP: dict[str, Any] = {"advantage": "grpo", "loss": "ppo", "eps_low": 0.2, "eps_high": 0.2, "kl_coef": 0.0}
@@ -72,7 +72,7 @@ class AlgorithmConfig(Section):
     corrections: list[Literal["tis", "icepop", "mis", "seq_mis"]] = Field(default_factory=list)
     """For the gap between engine and trainer: one of tis, icepop and mis for tokens; seq_mis for whole sequences."""
     correction_bounds: tuple[float, float] | None = None
-    """Bounds on the ratio of the old to the engine's probability; null = 0 .. 2 for tis, 0.5 .. 5 for icepop, mis."""
+    """Bounds on the ratio of the old to the engine's probability; unless given, 0 .. 2 for tis, else 0.5 .. 5."""
     seq_mis_bounds: tuple[float, float] | None = None
     """Bounds on the geometric mean of that ratio over a sequence; needed with seq_mis."""
     renormalise_after_rejection: bool = False
@@ -92,13 +92,16 @@ class AlgorithmConfig(Section):
             values.setdefault("kl_estimator", "k1")
         if isinstance(values.get("corrections"), str):
             values["corrections"] = [values["corrections"]]
+        for name in values.get("corrections") or ():
+            if name in CORRECTION_BOUNDS and values.get("correction_bounds") is None:
+                values["correction_bounds"] = CORRECTION_BOUNDS[name]
         return values
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmConfig:
         found = list(problems(self))
         if found:
-            raise ValueError("; ".join(found))
+            raise ValueError("\n".join(found))
         return self
 
     @property

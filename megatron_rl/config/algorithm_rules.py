@@ -22,6 +22,8 @@ LOSS_ARGS: dict[str, tuple[str, ...]] = {
     "opmd": ("tau",),
 }
 """Policy losses and the arguments that `algorithm.loss_args` may give them."""
+CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.5, 5.0)}
+"""Corrections of single tokens, and the bounds they get unless others are given."""
 ONE_RATIO_PER_SEQUENCE = ("gspo", "gspo_token", "gmpo")
 REJECTING = ("icepop", "mis", "seq_mis")
 

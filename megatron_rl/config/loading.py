@@ -126,7 +126,7 @@ def _explain(error: dict[str, Any]) -> str:
         return f"{key}: required, but not given; add it to the file or as {key}=..."
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
-        return f"{key}: {message}"
+        return "\n  - ".join(f"{key}: {line}" for line in message.split("\n"))
     hint = _nearest_value(error) if error["type"] == "literal_error" else ""
     return f"{key}={_short(error['input'])}: {message[0].lower() + message[1:]}{hint}"
 

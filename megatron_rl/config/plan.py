@@ -5,6 +5,7 @@ Estimates count tensors that are certain to exist; allocator overhead and kernel
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -75,9 +76,11 @@ _BROUGHT = ("dynamic_sampling", "overlong_cache")
 
 def _plain(value: object) -> str:
     """As one would write it in YAML."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _batch(cfg: Config) -> list[tuple[str, str, str]]:

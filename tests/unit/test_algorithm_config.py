@@ -9,7 +9,7 @@ import yaml
 
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.spec import CORRECTION_BOUNDS, LossSpec
-from megatron_rl.config import Config, ConfigError, dump, validate
+from megatron_rl.config import Config, ConfigError, algorithm_rules, dump, validate
 from megatron_rl.config.algorithm import PRESETS, AlgorithmConfig
 from megatron_rl.config.algorithm_rules import LOSS_ARGS
 from megatron_rl.config.plan import algorithm_rows
@@ -67,7 +67,7 @@ def test_every_preset_is_tested_and_every_loss_is_known_everywhere() -> None:
     assert set(PRESETS) == set(AlgorithmConfig.model_fields["preset"].annotation.__args__)
     assert set(LOSS_ARGS) | {"nll"} == set(LOSSES)
     assert set(LIMITS) == set(LOSS_ARGS)
-    assert set(CORRECTION_BOUNDS) | {"seq_mis"} == {"tis", "icepop", "mis", "seq_mis"}
+    assert algorithm_rules.CORRECTION_BOUNDS == CORRECTION_BOUNDS
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -123,7 +123,7 @@ def test_what_cannot_be_computed_is_refused_with_the_way_out(algorithm: dict[str
 
 
 def test_all_problems_of_the_section_are_told_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"dual_clip=3.0.*kl_estimator=k1"):
+    with pytest.raises(ConfigError, match=r"- algorithm: dual_clip=3.0.*\n  - algorithm: kl_estimator=k1"):
         config(preset="gspo", dual_clip=3.0, kl_estimator="k1")
 
 
@@ -170,8 +170,9 @@ def test_a_dry_run_shows_every_resolved_value_and_where_it_comes_from(preset: st
 
 
 def test_a_dry_run_names_what_was_changed_against_the_preset() -> None:
-    rows = {
-        key: (value, source) for key, value, source in algorithm_rows(config(preset="gspo", eps_high=0.01, std="none"))
-    }
+    cfg = config(preset="gspo", eps_high=0.01, std="none", corrections="tis")
+    rows = {key: (value, source) for key, value, source in algorithm_rows(cfg)}
+    assert rows["corrections"] == ("[tis]", "given")
+    assert rows["correction_bounds"] == ("[0, 2]", "given")
     assert rows["eps_high"] == ("0.01", "given; the preset has 0.0004")
     assert rows["std"] == ("none", "given")
