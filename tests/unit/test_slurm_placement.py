@@ -99,6 +99,14 @@ def test_engines_are_given_up_before_copies_of_the_model() -> None:
         placed(cfg, 1)
 
 
+def test_a_spare_takes_the_place_of_the_node_that_failed_and_slurm_s_order_is_kept() -> None:
+    cfg = configuration({"spare_nodes": 1}, parallel={"data_parallel_size": 16})
+    found = place(cfg, need(cfg, GPU_NODE), names(4), GPU_NODE, {"node1": 1})
+    assert (found.trainer, found.engines, found.spares) == (("node2", "node3"), ("node4",), ("node1",))
+    found = place(cfg, need(cfg, GPU_NODE), names(3), GPU_NODE, {"node1": 1})
+    assert (found.trainer, found.engines, found.spares) == (("node1", "node2"), ("node3",), ())
+
+
 def test_nothing_shrinks_unless_allowed() -> None:
     cfg = configuration(parallel={"data_parallel_size": 16}, engine={"replicas": 2})
     with pytest.raises(ConfigError, match=r"3 usable nodes are left .*cluster.min_dp and cluster.min_replicas"):
@@ -148,6 +156,6 @@ def test_whatever_is_placed_fits(
     assert colocated or not set(found.trainer) & set(found.engines)
     used = {*found.trainer, *found.engines}
     assert used.isdisjoint(found.spares)
-    assert sorted(used | set(found.spares)) == names(total - lost)
+    assert used | set(found.spares) == {*names(total - lost)}
     if lost <= spares:
         assert (found.data_parallel_size, found.replicas) == (dp, replicas)

@@ -7,7 +7,7 @@ disaggregated   [trainer ...........][engines ......][spares]      colocated   [
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config, ConfigError
@@ -151,8 +151,14 @@ def require_allocation(needed: Need, nodes: Sequence[str]) -> None:
         )
 
 
-def place(cfg: Config, needed: Need, nodes: Sequence[str], shape: NodeShape) -> Placement:
-    """Give `nodes`, best first, to the roles; with too few of them, shrink as far as min_dp and min_replicas allow.
+def place(
+    cfg: Config, needed: Need, nodes: Sequence[str], shape: NodeShape, strikes: Mapping[str, int] | None = None
+) -> Placement:
+    """Give nodes to the roles; with too few of them, shrink as far as min_dp and min_replicas allow.
+
+    Args:
+        nodes: usable ones, in Slurm's order: a step's tasks are numbered by it, whatever order srun is told.
+        strikes: how often an attempt failed on a node; those with most are the spares.
 
     Raises:
         ConfigError: there are too few nodes even so.
@@ -163,11 +169,13 @@ def place(cfg: Config, needed: Need, nodes: Sequence[str], shape: NodeShape) -> 
         count = max(trainer, engines) if needed.colocated else trainer + engines
         if count > len(nodes):
             continue
+        best = sorted(nodes, key=lambda node: (strikes or {}).get(node, 0))[:count]
+        used = tuple(node for node in nodes if node in best)
         first = 0 if needed.colocated else trainer
         return Placement(
-            trainer=tuple(nodes[:trainer]),
-            engines=tuple(nodes[first : first + engines]),
-            spares=tuple(nodes[count:]),
+            trainer=used[:trainer],
+            engines=used[first : first + engines],
+            spares=tuple(node for node in nodes if node not in best),
             world_size=ranks,
             ranks_per_node=needed.ranks_per_node,
             data_parallel_size=dp,

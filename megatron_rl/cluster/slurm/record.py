@@ -56,7 +56,3 @@ class JobRecord:
         for node in nodes:
             self.strikes[node] = self.strikes.get(node, 0) + 1
         self.save()
-
-    def by_strikes(self, nodes: list[str]) -> list[str]:
-        """`nodes`, those with fewer strikes first, else in their order."""
-        return sorted(nodes, key=lambda node: self.strikes.get(node, 0))

@@ -5,7 +5,7 @@
     failed               -> again from the newest checkpoint, on the nodes that are left, bounded; then 1
 
 TERM and USR2 to this process end the attempt with a save. A node that Slurm calls down or drained is not used again;
-one on which an attempt failed is used last, so that a spare takes its place when there is one.
+one on which an attempt failed becomes the spare when there is another.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Supervisor:
 
     def _attempt(self, checkpoint: Path | None) -> Outcome:
         usable = self._allocation.usable(self._allocation.nodes())
-        placement = place(self._cfg, self._needed, self._record.by_strikes(usable), self._allocation.shape)
+        placement = place(self._cfg, self._needed, usable, self._allocation.shape, self._record.strikes)
         self._prepare(checkpoint, placement)
         nodes = {"trainer": [*placement.trainer], "engines": [*placement.engines], "spare": [*placement.spares]}
         number = self._record.begin(nodes, self._name(checkpoint))

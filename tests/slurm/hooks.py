@@ -1,0 +1,12 @@
+"""A verifier that the tests of this folder name in a configuration."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+
+def leaves_a_child(response: str, record: Any) -> float:
+    """Starts a process that leaves its session and its parent, as a careless sandbox would."""
+    subprocess.run(["sh", "-c", "setsid sleep 54321 >/dev/null 2>&1 </dev/null &"], check=True)
+    return float(len(response) % 2)

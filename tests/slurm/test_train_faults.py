@@ -1,0 +1,171 @@
+"""More faults of a run on Slurm, several in each job: preemption, limits, hangs, lost nodes, cancelling."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.audit import audit_run
+from tests.e2e.live import rows
+from tests.e2e.runs import make_inputs
+
+from .jobs import submit
+from .minislurm import MiniSlurm, wait_until
+from .train_jobs import PATIENCE_S, TINY, TrainJob, submit_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=16, eval_prompts=8, sft_prompts=64)
+
+
+def assert_books_whole(run: TrainJob) -> None:
+    """Steps follow each other without a gap or a double, and so do the prompts."""
+    assert run.steps == list(range(1, len(run.steps) + 1))
+    assert audit_run(run.folder).problems == []
+
+
+def newest(run: TrainJob) -> str:
+    return max(path.name for path in (run.folder / "checkpoints").glob("step-*"))
+
+
+def test_the_quickstart_completes_on_three_nodes_and_the_reward_rises(
+    slurm: MiniSlurm, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = make_inputs(tmp_path_factory.mktemp("quickstart"))
+    run = submit_run(slurm, tmp_path / "run", made, "cluster.trainer_nodes=2", "logging.console=plain")
+    assert run.job.wait_for_end(timeout_s=1500) == "COMPLETED"
+    rewards = [row["reward/mean"] for row in rows(run.folder) if "policy/loss" in row]
+    assert len(rewards) == 60
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 1.0
+    assert len(run.attempts) == 1
+    assert_books_whole(run)
+
+
+def test_preemption_the_time_limit_and_a_requeue_in_mid_save_lose_nothing(
+    slurm: MiniSlurm, inputs: Path, tmp_path: Path
+) -> None:
+    run = submit_run(slurm, tmp_path / "run", inputs, *TINY, "steps=100000", options=["--partition=low"])
+    run.wait_for_step(2)
+
+    nap = tmp_path / "important.sh"
+    nap.write_text("#!/bin/bash\nsleep 1\n")
+    submit(slurm, nap, options=["--nodes=4", "--exclusive"], directory=tmp_path)
+    wait_until(lambda: run.job.restarts == 1, PATIENCE_S, "the preemption", run.job.describe)
+    assert run.attempts[-1]["verdict"] == "stopped by a signal"
+    assert "back into the queue (number 1)" in run.job.output()
+    saved = newest(run)
+    run.job.wait_for_restart(1, timeout_s=PATIENCE_S)
+    run.wait_for_attempt(2)
+    assert run.attempts[-1]["from"] == saved
+
+    # As Slurm sends it when --signal=B:USR2@N is due: to the batch script alone.
+    run.job.signal("USR2", batch=True)
+    wait_until(lambda: run.job.restarts == 2, PATIENCE_S, "the requeue", run.job.describe)
+    assert "got SIGUSR2" in run.job.output()
+    saved = newest(run)
+    run.job.wait_for_restart(2, timeout_s=PATIENCE_S)
+    run.wait_for_attempt(3)
+    assert run.attempts[-1]["from"] == saved
+
+    run.job.wait_for(lambda: any((run.folder / "checkpoints").glob(".tmp-step-*/policy/*")), PATIENCE_S, "a save")
+    run.job.requeue()
+    wait_until(lambda: run.job.restarts == 3, PATIENCE_S, "the requeue", run.job.describe)
+    run.job.wait_for_restart(3, timeout_s=PATIENCE_S)
+    run.wait_for_attempt(4)
+    assert run.attempts[-1]["from"] >= saved
+
+    run.job.cancel()
+    assert run.job.wait_for_end(timeout_s=PATIENCE_S) == "CANCELLED"
+    assert run.job.restarts == 3
+
+
+def test_the_limit_of_the_partition_ends_in_a_checkpoint_and_the_queue(
+    slurm: MiniSlurm, inputs: Path, tmp_path: Path
+) -> None:
+    options = ["--time=4", "--signal=B:USR2@100"]
+    run = submit_run(slurm, tmp_path / "run", inputs, *TINY, "steps=100000", options=options)
+    wait_until(lambda: run.job.restarts == 1, PATIENCE_S, "the requeue", run.job.describe)
+    assert "got SIGUSR2" in run.job.output()
+    assert newest(run) > "step-000000"
+    assert_books_whole(run)
+
+
+def test_a_killed_engine_is_replaced_a_hung_rank_is_dumped_and_cancelling_leaves_nothing(
+    slurm: MiniSlurm, inputs: Path, tmp_path: Path
+) -> None:
+    words = ("steps=100000", "cluster.progress_timeout_s=60", "reward.workers=1")
+    hook = 'reward.components=[{name: "tests.slurm.hooks:leaves_a_child", correctness: true}, {name: sorting_format}]'
+    run = submit_run(slurm, tmp_path / "run", inputs, *TINY, *words, hook)
+    run.wait_for_step(1)
+    run.send(signal.SIGKILL, "engines")
+    log = run.logs / "attempt-1" / "engines-node3-0.log"
+    run.job.wait_for(lambda: "starting it again" in log.read_text(), PATIENCE_S, "the engine's restart")
+    run.wait_for_step(max(run.steps) + 2)
+    assert len(run.attempts) == 1
+
+    run.send(signal.SIGSTOP, "trainer", rank=1)
+    run.wait_for_attempt(2)
+    assert "no progress for 60 s (cluster.progress_timeout_s)" in run.attempts[0]["reason"]
+    for rank, node in enumerate(("node1", "node2")):
+        (dump,) = (run.logs / "attempt-1").glob(f"stacks-trainer-{node}-{rank}-*.txt")
+        assert "megatron_rl/train.py" in dump.read_text()
+    (stopped,) = (run.logs / "attempt-1").glob("stacks-trainer-node2-1-*.txt")
+    assert stopped.read_text().startswith("State:\tT")
+
+    run.job.wait_for(lambda: run.job.processes("sleep 54321"), PATIENCE_S, "a child that has left its session")
+    run.job.cancel()
+    assert run.job.wait_for_end(timeout_s=PATIENCE_S) == "CANCELLED"
+    wait_until(lambda: not run.job.processes(), PATIENCE_S, "the end of all processes")
+    assert run.job.restarts == 0
+
+
+def test_lost_nodes_are_replaced_by_a_spare_and_then_done_without(
+    slurm: MiniSlurm, inputs: Path, tmp_path: Path
+) -> None:
+    layout = ("parallel.tensor_model_parallel_size=1", "parallel.data_parallel_size=2", "cluster.ranks_per_node=1")
+    words = ("steps=100000", "cluster.spare_nodes=1", "cluster.min_dp=1", *layout)
+    run = submit_run(slurm, tmp_path / "run", inputs, *TINY, *words, nodes=4)
+    run.wait_for_step(1)
+    assert run.attempts[0]["nodes"] == {"trainer": ["node1", "node2"], "engines": ["node3"], "spare": ["node4"]}
+    try:
+        lose(slurm, "node3")
+        run.wait_for_attempt(2)
+        assert run.attempts[1]["nodes"] == {"trainer": ["node1", "node2"], "engines": ["node4"], "spare": []}
+
+        slurm.drain("node2")
+        run.send(signal.SIGKILL, "trainer", rank=1)
+        run.wait_for_attempt(3)
+        assert run.attempts[2]["nodes"] == {"trainer": ["node1"], "engines": ["node4"], "spare": []}
+        assert "at a smaller size: parallel.data_parallel_size=1" in run.job.output()
+        assert run.job.restarts == 0
+        assert_books_whole(run)
+    finally:
+        run.job.cancel()
+        slurm.resume("node2")
+        slurm.start_node("node3")
+        slurm.wait_for_node("node3", "IDLE")
+
+
+def lose(slurm: MiniSlurm, node: str) -> None:
+    """As when the power fails: everything ends that runs on the node, which is all that has its host name."""
+    machine = namespace(slurm.daemons[f"slurmd-{node}"].pid)
+    slurm.kill_slurmd(node)
+    while pids := [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit() and namespace(e.name) == machine]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def namespace(pid: int | str) -> str | None:
+    """Of the host name, or None for a process that has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/uts")
+    except OSError:
+        return None
