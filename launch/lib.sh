@@ -19,13 +19,18 @@
 # torch, 15 another install error, 16 waited too long for another set-up, 17 .venv belongs to something else, 130 interrupted.
 
 MRL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-MRL_VENV="$MRL_ROOT/.venv"
-MRL_STATE="$MRL_VENV/megatron-rl-setup"
-MRL_LOG="$MRL_VENV/megatron-rl-setup.log"
+MRL_PINS="$MRL_ROOT/constraints-cpu.txt"
 MRL_PYTHON_VERSION=3.11
 MRL_CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 MRL_NEEDED_MB=3000
 MRL_LOCK_TIMEOUT_S=1800
+
+mrl_use_venv() { # DIR; where everything below works, .venv in the checkout unless a script says otherwise
+  MRL_VENV=$1
+  MRL_STATE="$MRL_VENV/megatron-rl-setup"
+  MRL_LOG="$MRL_VENV/megatron-rl-setup.log"
+}
+mrl_use_venv "$MRL_ROOT/.venv"
 
 mrl_say() { printf '%s\n' "[setup] $*" >&2; }
 
@@ -121,10 +126,10 @@ mrl_is_ready() { # EXTRA...
 # ------------------------------------------------------------------------------------------------------ guards before work
 
 mrl_lock() { # one set-up at a time; the kernel drops the lock when the last process that holds descriptor 9 ends
-  exec 9>"$MRL_ROOT/.venv.lock" || mrl_fail 12 "cannot write to $MRL_ROOT: the checkout must be writable and its disk not full."
+  exec 9>"$MRL_VENV.lock" || mrl_fail 12 "cannot write to $(dirname "$MRL_VENV"): it must be writable and its disk not full."
   "$MRL_PYTHON" - "$MRL_LOCK_TIMEOUT_S" <<'PYTHON' || mrl_fail 16 \
-    "another set-up of this checkout has held $MRL_ROOT/.venv.lock for $MRL_LOCK_TIMEOUT_S s." \
-    "Let it finish, or end it (fuser '$MRL_ROOT/.venv.lock' names its processes), and run this again."
+    "another set-up of this checkout has held $MRL_VENV.lock for $MRL_LOCK_TIMEOUT_S s." \
+    "Let it finish, or end it (fuser '$MRL_VENV.lock' names its processes), and run this again."
 import fcntl, sys, time
 
 deadline = time.monotonic() + float(sys.argv[1])
@@ -147,9 +152,9 @@ mrl_unlock() { exec 9>&-; }
 
 mrl_check_disk() { # MB needed in the checkout
   local free_mb
-  free_mb="$(df -Pk "$MRL_ROOT" | awk 'NR == 2 { print int($4 / 1024) }')"
+  free_mb="$(df -Pk "$(dirname "$MRL_VENV")" | awk 'NR == 2 { print int($4 / 1024) }')"
   if ((free_mb < $1)); then
-    mrl_fail 12 "the disk that holds $MRL_ROOT has $free_mb MB free; the set-up needs about $1 MB." \
+    mrl_fail 12 "the disk that holds $(dirname "$MRL_VENV") has $free_mb MB free; the set-up needs about $1 MB." \
       "Free some space, or clone the repository onto a larger disk, and run this again."
   fi
 }
@@ -171,7 +176,7 @@ mrl_prepare_venv() { # keep a usable .venv, replace one that was cut off, refuse
   if [[ "$(mrl_state_line 1)" == installing ]]; then
     mrl_say "an earlier set-up did not finish; starting afresh"
     rm -rf "$MRL_VENV"
-  elif [[ -e "$MRL_VENV" && "$(mrl_state_line 3)" != "$MRL_ROOT" ]]; then
+  elif [[ -e "$MRL_VENV" && "$(mrl_state_line 3)" != "$(dirname "$MRL_VENV")" ]]; then
     mrl_say "the checkout was moved, and the scripts in .venv hold the old path; starting afresh"
     rm -rf "$MRL_VENV"
   elif [[ -e "$MRL_VENV" ]] && ! "$MRL_VENV/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -216,7 +221,7 @@ mrl_explain_pip() { # WHAT; turn pip's log into one message
       "Check the network (or pip's proxy and index settings: pip config list) and run this again. Log: $MRL_LOG"
   fi
   if grep -qE 'No matching distribution|ResolutionImpossible' <<<"$recent"; then
-    mrl_fail 13 "the package index was not reached, or does not offer what constraints-cpu.txt pins, while installing $1." \
+    mrl_fail 13 "the package index was not reached, or does not offer what $(basename "$MRL_PINS") pins, while installing $1." \
       "Check the network and pip's index settings (pip config list) and run this again. Log: $MRL_LOG"
   fi
   mrl_fail 15 "pip could not install $1. The end of $MRL_LOG:" "$(tail -n 8 <<<"$recent")"
@@ -266,7 +271,7 @@ mrl_install() { # EXTRA...; leaves .venv ready for them and for what was install
   # With setuptools in place no build environment is made: what is pinned is what builds.
   mrl_pip -c "$MRL_ROOT/constraints-cpu.txt" --no-build-isolation -e "${MRL_ROOT}[${extras// /,}]" || mrl_explain_pip megatron-rl
   "$MRL_VENV/bin/python" -m pip check >>"$MRL_LOG" 2>&1 || mrl_fail 15 "the installed packages do not fit together:" "$(tail -n 5 "$MRL_LOG")"
-  mrl_write_state "$(mrl_fingerprint)" "$extras" "$MRL_ROOT"
+  mrl_write_state "$(mrl_fingerprint)" "$extras" "$(dirname "$MRL_VENV")"
   mrl_say "ready after $((SECONDS - started)) s"
 }
 

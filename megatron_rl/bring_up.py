@@ -102,8 +102,8 @@ def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Pat
     urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
     patience = 0.0 if cfg.engine.urls else cfg.engine.ready_timeout_s  # those have no supervisor of ours
     logs = engine_logs(cfg.run_dir, urls)
-    deadline = cfg.engine.update_timeout_s
-    engines = EngineControl(urls, timeout_s=deadline, patience_s=patience, logs=logs)
+    key, deadline = cfg.engine.read_api_key(cfg.run_dir), cfg.engine.update_timeout_s
+    engines = EngineControl(urls, timeout_s=deadline, patience_s=patience, api_key=key, logs=logs)
     return Session(cfg, policy, controller, engines, zero, recorder, resume_from)
 
 

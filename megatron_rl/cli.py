@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from megatron_rl import __version__
 from megatron_rl.config import Config, ConfigError, Plan, dump, load_config, make_plan
+from megatron_rl.config.engine import read_key
 
 app = typer.Typer(
     help="Reinforcement learning of language models from verified rewards: "
@@ -158,8 +160,19 @@ def serve(
         Path | None, typer.Option(help="Serve the engine that this run's configuration describes.")
     ] = None,
     replica: Annotated[int, typer.Option(help="Which of the run's replicas this is.")] = 0,
-    engine: Annotated[Literal["embedded"], typer.Option(help="What serves; it fills in for SGLang.")] = "embedded",
     model: Annotated[Path | None, typer.Option(help="Hugging Face directory, when no --config is given.")] = None,
+    engine: Annotated[
+        Literal["embedded", "sglang"], typer.Option(help="With --model: what serves; embedded fills in for SGLang.")
+    ] = "embedded",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="With --model: number format of the weights.")
+    ] = "auto",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="With --model: file with the bearer token that requests must bring.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="With --engine sglang: interpreter of its environment; default .venv-sglang.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 30000,
     supervised: Annotated[
@@ -169,10 +182,12 @@ def serve(
         int | None, typer.Option(help="As a task of a Slurm step: serve this node's share, so many replicas a node.")
     ] = None,
     logs: Annotated[Path, typer.Option(help="With --per-node: folder of the replicas' logs.")] = Path(),
+    node_rank: Annotated[int, typer.Option(help="Which of the replica's nodes this is.")] = 0,
 ) -> None:
     """Serve a model over SGLang's HTTP protocol."""
+    from megatron_rl.cluster.bootstrap import child_environment
     from megatron_rl.cluster.engine_supervisor import supervise_engine, supervise_node
-    from megatron_rl.engines.serve import options_from_config, serve_embedded, standalone_options
+    from megatron_rl.engines.serve import serve_model, serve_replica
     from megatron_rl.monitor.logs import setup_logging
 
     if config is not None and supervised:
@@ -183,11 +198,13 @@ def serve(
         raise typer.Exit(supervise_engine(cfg, config, replica))
     if config is None and model is None:
         raise ConfigError("serve: give --model DIR, or --config of a run")
+    environ = child_environment(os.environ)  # a server that finds Slurm's variables takes itself for a rank
     try:
         if config is not None:
-            serve_embedded(options_from_config(load_config(config), replica, port, host))
+            serve_replica(load_config(config), replica, host, port, environ, node_rank)
         elif model is not None:
-            serve_embedded(standalone_options(model, host, port))
+            key = None if api_key_file is None else read_key(api_key_file, "--api-key-file")
+            serve_model(engine, model, host, port, dtype, key, python, environ)
     except (ValueError, OSError) as error:
         raise ConfigError(f"serve: {error}") from error
 
@@ -250,6 +267,7 @@ def main() -> None:
     from megatron_rl.cluster.local import RunFailed
     from megatron_rl.cluster.run_dir import RunDirError
     from megatron_rl.cluster.slurm.allocation import SlurmError
+    from megatron_rl.engines.server_process import ServerFailed
     from megatron_rl.monitor.report_data import ReportError
     from megatron_rl.policy.checkpoint import CheckpointError
     from megatron_rl.preflight import INPUT_ERRORS
@@ -259,7 +277,7 @@ def main() -> None:
         app()
     except (ConfigError, *INPUT_ERRORS) as error:
         _fail(error, 2)
-    except (CheckpointError, LedgerError, ReportError, RunDirError, RunFailed, SlurmError) as error:
+    except (CheckpointError, LedgerError, ReportError, RunDirError, RunFailed, ServerFailed, SlurmError) as error:
         _fail(error, 1)
 
 

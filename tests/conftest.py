@@ -25,6 +25,8 @@ EXPECTED_SKIPS = (
     "needs a CUDA device",
     "needs Transformer Engine",
     "needs chromium and chromedriver",
+    "needs SGLang: launch/install_sglang.sh installs it",
+    "this server ignores sampling_seed",
 )
 """How the reason of a skip may begin on a machine that runs these tests."""
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from megatron_rl.config import Config
 
 from .bootstrap import child_environment
+from .ports import free_port
 from .processes import decode_exit, die_with_parent
 from .run_dir import RunDir
 
@@ -153,7 +154,7 @@ def _supervise_replicas(
     with contextlib.ExitStack() as stack:
         engines = []
         for replica in replicas:
-            port = stack.enter_context(reserved_port(host)).getsockname()[1]
+            port = stack.enter_context(reserved_port(host, cfg.engine.kind == "sglang")).getsockname()[1]
             argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--replica"]
             engine = Engine(
                 "the engine" if logs is None else f"engine-{replica}",
@@ -167,8 +168,13 @@ def _supervise_replicas(
         return supervise(engines)
 
 
-def reserved_port(host: str) -> socket.socket:
+def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:
     """A socket bound to a free port that never listens: others cannot get the port, the engine can bind beside it."""
+    if for_sglang:  # which sets SO_REUSEADDR alone; the port is one that the system gives to nobody
+        reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind((host, free_port(host)))
+        return reservation
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reservation = socket.socket(family, socket.SOCK_STREAM)
     # Only processes of this user that set it too may bind; with SO_REUSEADDR instead, the system would give the port to

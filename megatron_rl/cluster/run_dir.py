@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_rl.config.engine import KEY_FILE
 from megatron_rl.files import write_atomic
 
 
@@ -62,7 +64,7 @@ class RunDir:
         return self.endpoints / f"engine-{replica}.json"
 
     def prepare(self, resume: bool) -> None:
-        """Create the directories; refuse to run over an earlier run unless it is to be resumed.
+        """Create the directories and the engines' key; refuse to run over an earlier run unless it is to be resumed.
 
         Raises:
             RunDirError: an earlier run lies there, or the directory cannot be written.
@@ -76,6 +78,7 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
             for stale in [*self.endpoints.glob("*.json"), self.weights / "current.json", self.path / "result.json"]:
                 stale.unlink(missing_ok=True)
+            write_atomic(self.path / KEY_FILE, secrets.token_hex(32), mode=0o600)
 
     def write_config(self, text: str) -> None:
         """Replace `config.yaml`. Raises RunDirError when the directory cannot be written."""

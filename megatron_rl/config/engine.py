@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from .base import Seconds, Section
+from .base import ConfigError, Seconds, Section
+
+KEY_FILE = Path("endpoints") / "engine.key"
+"""Below the run directory: the bearer token of the servers that the run starts."""
 
 
 class EngineConfig(Section):
     """Generation replicas that speak SGLang's HTTP protocol."""
 
-    kind: Literal["embedded"] = "embedded"
-    """`embedded`: transformers on the CPU, started by the run."""
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """What the run starts. `embedded`: transformers on the CPU; `sglang`: SGLang (launch/install_sglang.sh)."""
     urls: list[str] = Field(default_factory=list)
     """Servers that already run; when given, none is started."""
+    api_key_file: str | None = None
+    """File with the bearer token of the servers, readable by you alone; null = a random one for each run."""
     replicas: int = Field(1, ge=1)
     """Servers to start."""
     max_running_requests: int = Field(512, ge=1)
@@ -30,6 +36,38 @@ class EngineConfig(Section):
     keep_versions: int = Field(2, ge=1)
     """Weight version directories kept on disk."""
 
+    python: str | None = None
+    """SGLang: interpreter of its virtual environment; null = .venv-sglang/bin/python in the checkout."""
+    untested_version: bool = False
+    """SGLang: start although its version is not one that the tests ran with."""
+    tp: int = Field(1, ge=1)
+    """SGLang: tensor parallel size of one replica."""
+    dp: int = Field(1, ge=1)
+    """SGLang: data parallel size of one replica."""
+    ep: int = Field(1, ge=1)
+    """SGLang: expert parallel size of one replica."""
+    nodes_per_replica: int = Field(1, ge=1)
+    """SGLang: nodes that one replica spans; tp counts the devices of all of them."""
+    memory_fraction: float | None = Field(None, gt=0, lt=1)
+    """SGLang: share of a device's memory for weights and KV cache; null = what SGLang chooses."""
+    context_length: int | None = Field(None, ge=1)
+    """SGLang: longest sequence; null = rollout.max_prompt_tokens + rollout.max_response_tokens."""
+    routed_experts: bool = False
+    """SGLang: be able to report which experts each token was routed to."""
+    extra_args: list[str] = Field(default_factory=list)
+    """SGLang: further words of its command line, which win over ours, such as [--speculative-algorithm, EAGLE]."""
+
+    def read_api_key(self, run_dir: str | Path) -> str | None:
+        """The bearer token of the servers: that of `api_key_file`, else the run's own. None = they want none.
+
+        Raises:
+            ConfigError: `api_key_file` cannot be read, or is empty.
+        """
+        own = Path(run_dir) / KEY_FILE
+        if self.api_key_file is None and (self.urls or not own.exists()):
+            return None
+        return read_key(Path(self.api_key_file or own), "engine.api_key_file")
+
     @field_validator("urls")
     @classmethod
     def _addresses(cls, urls: list[str]) -> list[str]:
@@ -39,6 +77,29 @@ class EngineConfig(Section):
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError(f"{urls}: every server may stand once; remove the doubled one")
         return urls
+
+    @model_validator(mode="after")
+    def _only_for_sglang(self) -> EngineConfig:
+        if self.kind == "embedded":
+            for name, field in type(self).model_fields.items():
+                if (field.description or "").startswith("SGLang: ") and getattr(self, name) != field.get_default(
+                    call_default_factory=True
+                ):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} needs kind: sglang; it means nothing to the embedded engine"
+                    )
+        return self
+
+
+def read_key(file: Path, name: str) -> str:
+    """The bearer token in `file`, which `name` gives. Raises ConfigError when it cannot be one."""
+    try:
+        key = file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}={file}: cannot be read: {error}") from error
+    if not key or not key.isascii() or len(key.split()) > 1:
+        raise ConfigError(f"{name}={file}: must hold one word of ASCII characters, the key")
+    return key
 
 
 def _is_address(url: str) -> bool:

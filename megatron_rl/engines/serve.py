@@ -1,8 +1,11 @@
-"""Starting the embedded engine: options from the command line or a run's configuration. What it does is in `embedded`.
+"""Starting an engine, SGLang or the embedded one: options from the command line or a run's configuration.
+
+What the embedded engine does is in `embedded`, how SGLang is started in `sglang`.
 
     python -m megatron_rl.engines.serve --model DIR --endpoint-file FILE
 
-torch and transformers are imported after the options have been checked: a mistake is answered in a second, not in ten.
+This command starts the embedded one. torch and transformers are imported after the options have been checked: a mistake
+is answered in a second, not in ten.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -19,6 +23,38 @@ from megatron_rl.config import Config
 from megatron_rl.weights.current import CurrentWeights, current
 
 from .embedded.options import Dtype, EmbeddedOptions
+from .sglang import serve_sglang, sglang_from_config
+from .sglang_command import SglangOptions
+from .sglang_install import find_python
+
+
+def serve_replica(
+    cfg: Config, replica: int, host: str, port: int, environ: Mapping[str, str], node_rank: int = 0
+) -> None:
+    """Serve replica number `replica` of a run, as `engine.kind` says; see `serve_embedded` and `serve_sglang`."""
+    if cfg.engine.kind == "sglang":
+        serve_sglang(sglang_from_config(cfg, replica, host, port, node_rank), environ)
+    else:
+        serve_embedded(options_from_config(cfg, replica, port, host))
+
+
+def serve_model(
+    kind: Literal["embedded", "sglang"],
+    model: Path,
+    host: str,
+    port: int,
+    dtype: Dtype,
+    api_key: str | None,
+    python: str | None,
+    environ: Mapping[str, str],
+) -> None:
+    """Serve a model for no run in particular; see `serve_embedded` and `serve_sglang`."""
+    if kind == "embedded":
+        serve_embedded(EmbeddedOptions(model=str(model), host=host, port=port, dtype=dtype, api_key=api_key))
+        return
+    folder = str(model.absolute())
+    options = SglangOptions(folder, find_python(python), host, port, dtype=dtype, api_key=api_key)
+    serve_sglang(options, environ)
 
 
 def serve_embedded(options: EmbeddedOptions) -> None:
@@ -56,16 +92,12 @@ def options_from_config(cfg: Config, replica: int, port: int, host: str = "127.0
         weights_checksum=weights.checksum,
         endpoint_file=str(run_dir / "endpoints" / f"engine-{replica}.json"),
         dtype=dtype,
+        api_key=cfg.engine.read_api_key(run_dir),
         max_running_requests=cfg.engine.max_running_requests,
         deterministic=cfg.deterministic,
         context_length=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens,
         seed=cfg.seed + replica,
     )
-
-
-def standalone_options(model: Path, host: str, port: int) -> EmbeddedOptions:
-    """The options of a server that belongs to no run."""
-    return EmbeddedOptions(model=str(model), host=host, port=port)
 
 
 def bind(host: str, port: int, reserved: bool = False) -> socket.socket:

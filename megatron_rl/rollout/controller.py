@@ -205,6 +205,7 @@ async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
         request_timeout_s=rollout.request_timeout_s,
         retries=rollout.retries,
         patience_s=0.0 if engine.urls else engine.ready_timeout_s,
+        api_key=engine.read_api_key(cfg.run_dir),
         logs=engine_logs(cfg.run_dir, urls),
     )
     async with client, RewardPool(cfg.reward) as verifiers:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.servers import Server, launch_embedded, wait_until_ready
+from tests.contract.servers import NO_SGLANG, SGLANG, Server, launch_embedded, launch_sglang, wait_until_ready
 from tests.tiny import tiny_model
 
 API_KEY = "contract-tests"
+CONTEXT = 4096
 
 
 @dataclass
@@ -47,30 +48,38 @@ class Reference:
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two tiny Qwen3 models that differ in all weights."""
     folder = tmp_path_factory.mktemp("models")
-    size = {"max_position_embeddings": 4096}
+    size = {"max_position_embeddings": CONTEXT}
     return tiny_model(folder / "a", seed=0, **size), tiny_model(folder / "b", seed=1, **size)
 
 
 @pytest.fixture(scope="session")
-def _servers(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Started together: most of a start is importing, and two imports overlap."""
+def _servers(
+    models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[list[Server]]:
+    """Started together: most of a start is importing. A real SGLang only where it is installed and a test wants it."""
     folder = tmp_path_factory.mktemp("servers")
     options = ("--deterministic", "--context-length", "128", "--seed", "1")
     started = [
         launch_embedded(folder / "plain", *models, 4),
         launch_embedded(folder / "deterministic", *models, 16, *options, api_key=API_KEY),
     ]
+    if SGLANG.exists() and any("[sglang" in item.name for item in request.session.items):
+        started.append(launch_sglang(folder / "sglang", *models, 4, CONTEXT))
     try:
-        yield wait_until_ready(started[0]), wait_until_ready(started[1])
+        yield started
     finally:
         codes = [server.stop() for server in started]
-    assert codes == [0, 0], "a server did not end cleanly: " + started[0].log.read_text() + started[1].log.read_text()
+    failed = [server.log.read_text() for server, code in zip(started, codes, strict=True) if code]
+    assert not failed, "a server did not end cleanly:\n" + "\n".join(failed)
 
 
-@pytest.fixture(scope="session", params=["embedded"])
-def running_server(_servers: tuple[Server, Server]) -> Server:
-    """One server for the whole suite, which starts on model a as version w0."""
-    return _servers[0]
+@pytest.fixture(scope="session", params=["embedded", "sglang"])
+def running_server(request: pytest.FixtureRequest) -> Server:
+    """One server of each kind for the whole suite, which starts on model a as version w0."""
+    if request.param == "sglang" and not SGLANG.exists():
+        pytest.skip(NO_SGLANG)
+    servers = request.getfixturevalue("_servers")
+    return wait_until_ready(next(server for server in servers if server.kind == request.param))
 
 
 @pytest.fixture
@@ -87,9 +96,9 @@ def server(running_server: Server) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def deterministic_server(_servers: tuple[Server, Server]) -> Server:
+def deterministic_server(_servers: list[Server]) -> Server:
     """An embedded engine with fixed kernel shapes, 128 tokens of context and an API key."""
-    return _servers[1]
+    return wait_until_ready(_servers[1])
 
 
 @pytest.fixture(scope="session")

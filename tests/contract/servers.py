@@ -13,13 +13,24 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.cluster.ports import free_port
+from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.config import dump
+from megatron_rl.config.engine import KEY_FILE
+from megatron_rl.engines.sglang import SPARE_TOKENS
+from megatron_rl.engines.sglang_install import find_python
+from tests.unit.rollout_rig import config
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
-CALL_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
+CALL_TIMEOUT_S = 120.0
+SGLANG = Path(os.environ.get("MEGATRON_RL_SGLANG_PYTHON") or find_python(None))
+"""The interpreter of the environment with a real SGLang, which these tests use when it is there."""
+NO_SGLANG = "needs SGLang: launch/install_sglang.sh installs it"
 
 
 @dataclass(frozen=True)
@@ -129,9 +140,9 @@ class Server(Client):
     endpoint_file: Path = Path()
     log: Path = Path()
     max_running_requests: int = 0
+    kind: str = "embedded"
     seeded: bool = True
     """Whether sampling_seed decides the tokens (real SGLang on a CPU ignores it)."""
-    options: list[str] = field(default_factory=list)
 
     def stop(self) -> int:
         """TERM, wait, exit code."""
@@ -150,25 +161,56 @@ def launch_embedded(
 ) -> Server:
     """Start an embedded engine; `wait_until_ready` before use."""
     folder.mkdir(parents=True, exist_ok=True)
-    endpoint_file, log = folder / "endpoint.json", folder / "log.txt"
     argv = [sys.executable, "-m", "megatron_rl.engines.serve", "--model", str(model), "--weight-version", "w0"]
-    argv += ["--endpoint-file", str(endpoint_file), "--num-threads", "1"]
+    argv += ["--endpoint-file", str(folder / "endpoint.json"), "--num-threads", "1"]
     argv += ["--max-running-requests", str(max_running_requests), *options]
     if api_key is not None:
         argv += ["--api-key", api_key]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    with open(log, "wb") as handle:
-        process = subprocess.Popen(argv, env=environment, stdout=handle, stderr=handle, cwd=folder)
-    return Server(
+    server = Server(
         url="",
         api_key=api_key,
         model=model,
         other_model=other_model,
-        process=process,
-        endpoint_file=endpoint_file,
-        log=log,
+        endpoint_file=folder / "endpoint.json",
         max_running_requests=max_running_requests,
     )
+    return _start(server, argv, folder)
+
+
+def launch_sglang(folder: Path, model: Path, other_model: Path, max_running_requests: int, context: int) -> Server:
+    """Start a real SGLang as a run starts it, with a key of its own; `wait_until_ready` before use."""
+    engine = {
+        "kind": "sglang",
+        "python": str(SGLANG),
+        "max_running_requests": max_running_requests,
+        "context_length": context - SPARE_TOKENS,
+        "ready_timeout_s": START_TIMEOUT_S,
+        "extra_args": ["--weight-version", "w0", "--max-total-tokens", str(4 * context)],
+    }
+    run = RunDir(folder / "run")
+    run.prepare(resume=False)
+    run.write_config(dump(config(run.path, model, [], engine=engine, deterministic=False)))
+    port = free_port()
+    argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(run.config), "--unsupervised"]
+    server = Server(
+        url="",
+        api_key=(run.path / KEY_FILE).read_text(),
+        model=model,
+        other_model=other_model,
+        endpoint_file=run.engine_endpoint(0),
+        max_running_requests=max_running_requests,
+        kind="sglang",
+        seeded=False,
+    )
+    return _start(server, [*argv, "--port", str(port)], folder)
+
+
+def _start(server: Server, argv: list[str], folder: Path) -> Server:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    server.log = folder / "log.txt"
+    with open(server.log, "wb") as handle:
+        server.process = subprocess.Popen(argv, env=environment, stdout=handle, stderr=handle, cwd=folder)
+    return server
 
 
 def wait_until_ready(server: Server) -> Server:
