@@ -220,7 +220,7 @@ class Session:
         return self.state.evaluated != step and (step == 0 or self._is_due(step, self.cfg.eval.every))
 
     def catch_up(self, step: int) -> None:
-        """The evaluation of the first weights, or the one that was cut off by the signal that ended an earlier start."""
+        """The evaluation of the first weights, or one that was cut off by the signal that ended an earlier start."""
         if self.lacks_evaluation(step):
             found = self._measure(step)
             if step == 0:
@@ -292,20 +292,34 @@ class Session:
     def _measure(self, step: int) -> dict[str, float]:
         """Evaluate the published weights as section `eval` says, and remember what was found."""
         found = self._evaluation("eval", step, self.cfg.eval.prompts, self.cfg.eval.samples_per_prompt)
+        if found is None:
+            return {}
         self.state.latest, self.state.evaluated = found, step
         return found
 
-    def _evaluation(self, label: str, step: int, prompts: int, samples: int) -> dict[str, float]:
+    def _evaluation(self, label: str, step: int, prompts: int, samples: int) -> dict[str, float] | None:
+        """Metrics, none without held-out prompts; None when it was cut off since the run is to end."""
         if self.cfg.data.eval_prompts is None:
             return {}
-        timeout = self.cfg.rollout.step_timeout_s
-        return self._on_zero(
-            f"evaluation of step {step}",
-            lambda: self._controller.evaluate(
-                label=label, step=step, prompts=prompts, samples_per_prompt=samples, timeout_s=timeout
-            ),
-            timeout + self.cfg.cluster.controller_timeout_s + 30,
-        )
+        timeout, stopping = self.cfg.rollout.step_timeout_s, self._is_terminated
+
+        def ask() -> dict[str, float] | None:
+            try:
+                return self._controller.evaluate(
+                    label=label,
+                    step=step,
+                    prompts=prompts,
+                    samples_per_prompt=samples,
+                    timeout_s=timeout,
+                    interrupted=stopping,
+                )
+            except ControllerError:
+                if self._stop_arrives():
+                    return None
+                raise
+
+        deadline = timeout + self.cfg.cluster.controller_timeout_s + 30
+        return self._on_zero(f"evaluation of step {step}", ask, deadline)
 
     def _on_zero(self, what: str, call: Any, timeout_s: float | None = None) -> Any:
         return self._zero.run(what, call, timeout_s or self.cfg.cluster.controller_timeout_s + 30)
