@@ -151,7 +151,7 @@ class _Calls:
             async with self._session.request(method, url + path, json=body) as response:
                 answer = await response.read()
         except aiohttp.ClientError as error:
-            raise TransportError(f"engine {url}: {type(error).__name__}: {error}") from error
+            raise TransportError(f"engine {url}: {type(error).__name__}: {error}; is it running?") from error
         if response.status in (502, 503):
             raise TransportError(f"engine {url}: HTTP {response.status}: {error_text(answer)}")
         if response.status != 200:
