@@ -52,7 +52,7 @@ def test_preemption_the_time_limit_and_a_requeue_in_mid_save_lose_nothing(
     slurm: MiniSlurm, inputs: Path, tmp_path: Path
 ) -> None:
     run = submit_run(slurm, tmp_path / "run", inputs, *TINY, "steps=100000", options=["--partition=low"])
-    run.wait_for_step(2)
+    run.wait_for_checkpoint(2)
 
     nap = tmp_path / "important.sh"
     nap.write_text("#!/bin/bash\nsleep 1\n")
@@ -103,7 +103,7 @@ def test_a_killed_engine_is_replaced_a_hung_rank_is_dumped_and_cancelling_leaves
     words = ("steps=100000", "cluster.progress_timeout_s=60", "reward.workers=1")
     hook = 'reward.components=[{name: "tests.slurm.hooks:leaves_a_child", correctness: true}, {name: sorting_format}]'
     run = submit_run(slurm, tmp_path / "run", inputs, *TINY, *words, hook)
-    run.wait_for_step(1)
+    run.wait_for_checkpoint(1)
     run.send(signal.SIGKILL, "engines")
     log = run.logs / "attempt-1" / "engines-node3-0.log"
     run.job.wait_for(lambda: "starting it again" in log.read_text(), PATIENCE_S, "the engine's restart")
@@ -132,7 +132,7 @@ def test_lost_nodes_are_replaced_by_a_spare_and_then_done_without(
     layout = ("parallel.tensor_model_parallel_size=1", "parallel.data_parallel_size=2", "cluster.ranks_per_node=1")
     words = ("steps=100000", "cluster.spare_nodes=1", "cluster.min_dp=1", *layout)
     run = submit_run(slurm, tmp_path / "run", inputs, *TINY, *words, nodes=4)
-    run.wait_for_step(1)
+    run.wait_for_checkpoint(1)
     assert run.attempts[0]["nodes"] == {"trainer": ["node1", "node2"], "engines": ["node3"], "spare": ["node4"]}
     try:
         lose(slurm, "node3")

@@ -66,6 +66,11 @@ class TrainJob:
         """Until the row of RL step `step` is written."""
         self.job.wait_for(lambda: max(self.steps, default=0) >= step, PATIENCE_S, f"step {step}")
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Until the run has saved itself after step `step`."""
+        path = self.folder / "checkpoints" / f"step-{step:06d}"
+        self.job.wait_for(path.exists, PATIENCE_S, f"the checkpoint of step {step}")
+
     def wait_for_attempt(self, number: int) -> None:
         """Until attempt `number` has written its first row: whatever happened before, the run goes on."""
         self.job.wait_for(
