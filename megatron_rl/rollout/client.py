@@ -98,28 +98,29 @@ class EngineClient:
             ProtocolError, GenerationAborted: see `parse_generations`.
             EngineError: the engine refused (its message is carried), or the deadline passed.
         """
-        groups = list(dict.fromkeys(group_of(p.rid) for p in prompts))
+        group = group_of(prompts[0].rid)
         body = generate_request(prompts, settings)
         async with self._gate.hold(len(prompts)):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    url, answer = await self._send(groups, body, len(prompts))
+                    url, answer = await self._send(prompts, body)
             except TimeoutError:
-                where = self._router.home(groups[0]) or "(none reachable)"
-                await self._abort(groups)
+                where = self._router.home(group) or "(none reachable)"
+                await self._abort(prompts)
                 raise EngineError(
-                    f"engine {where}: no answer to /generate for {groups[0]}* ({len(prompts)} sequences) within "
+                    f"engine {where}: no answer to /generate for {group}* ({len(prompts)} sequences) within "
                     f"{self._timeout_s:g} s (rollout.request_timeout_s); look at {self._logs.get(where, 'its log')}, "
                     "or raise the deadline"
                 ) from None
             except asyncio.CancelledError:
-                await self._abort(groups)
+                await self._abort(prompts)
                 raise
             finally:
-                self._router.forget(groups[0])
+                self._router.forget(group)
         return parse_generations(answer, prompts, settings, url=url, vocab_size=self._vocab_size)
 
-    async def _send(self, groups: list[str], body: bytes, sequences: int) -> tuple[str, bytes]:
+    async def _send(self, prompts: Sequence[Prompt], body: bytes) -> tuple[str, bytes]:
+        group = group_of(prompts[0].rid)
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(TransportError),
             stop=self._stop,
@@ -128,13 +129,13 @@ class EngineClient:
             reraise=True,
         )
         async for attempt in attempts:
-            with attempt, self._router.route(groups[0], sequences) as url:
+            with attempt, self._router.route(group, len(prompts)) as url:
                 try:
                     return url, await self._post(url, body)
                 except TransportError:
                     self.transport_errors += 1
-                    await self._abort(groups)  # what the broken connection left running must not meet its successor
-                    self._router.failed(groups[0], url)
+                    await self._abort(prompts)  # what the broken connection left running must not meet its successor
+                    self._router.failed(group, url)
                     raise
         raise AssertionError("unreachable: the last attempt raises")
 
@@ -152,17 +153,21 @@ class EngineClient:
             raise EngineError(f"engine {url}: /generate refused with HTTP {response.status}: {error_text(answer)}")
         return answer
 
-    async def _abort(self, groups: Sequence[str]) -> None:
-        """Abort all rids that begin so, at the replica that has them. Silent if it cannot be reached."""
-        url = self._router.home(groups[0])
+    async def _abort(self, prompts: Sequence[Prompt]) -> None:
+        """Abort these at the replica that has them, id by id: SGLang ignores an id that no request has, even if it is
+        the beginning of some. Silent if it cannot be reached.
+        """
+        url = self._router.home(group_of(prompts[0].rid))
         if url is None:
             return
-        assert self._session is not None
-        timeout = aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S)
         with suppress(aiohttp.ClientError, TimeoutError):
-            for group in groups:
-                async with self._session.post(f"{url}/abort_request", json={"rid": group}, timeout=timeout) as response:
-                    await response.read()
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await asyncio.gather(*(self._abort_one(url, prompt.rid) for prompt in prompts))
+
+    async def _abort_one(self, url: str, rid: str) -> None:
+        assert self._session is not None
+        async with self._session.post(f"{url}/abort_request", json={"rid": rid}) as response:
+            await response.read()
 
 
 def _log_retry(state: RetryCallState) -> None:
