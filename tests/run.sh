@@ -8,7 +8,7 @@ source "$here/../launch/lib.sh"
 
 usage() {
   cat <<'HELP'
-Usage: tests/run.sh [--fast | --all | --changed] [--no-lint] [pytest arguments ...]
+Usage: tests/run.sh [--fast | --all | --changed] [--no-lint] [--install-system] [pytest arguments ...]
 
   (no option)  the first tier: linters, types, import rules, then every test that is neither slow nor needs a GPU
   --fast       the unit tests only, without linters; for use while working
@@ -18,13 +18,16 @@ Usage: tests/run.sh [--fast | --all | --changed] [--no-lint] [pytest arguments .
   --budget-minutes N
                with --changed: no slow test begins or runs on N minutes after the start of this script (36)
   --no-lint    tests only
+  --install-system
+               first install what the tests of Slurm and MPI need, by apt-get (Debian, Ubuntu; as root or with sudo -n);
+               a test that lacks it afterwards has failed. Without this option such tests are skipped
   -h, --help   this text
 
 Anything else goes to pytest:  tests/run.sh --fast -k config     tests/run.sh tests/unit/test_config.py -x
 The environment lives in .venv in the repository; making it takes about a minute, once.
 With CI=true a test that skips for a reason not listed in tests/conftest.py counts as failed.
 
-Exit code: 0 when all is well, 1 when something failed, 10 to 17 when the set-up failed (see docs/troubleshooting.md).
+Exit code: 0 when all is well, 1 when something failed, 10 to 18 when the set-up failed (see docs/troubleshooting.md).
 HELP
 }
 
@@ -32,6 +35,7 @@ tier=first
 lint=yes
 slow_too=no
 budget=36
+system=no
 arguments=()
 while (($#)); do
   case "$1" in
@@ -43,6 +47,7 @@ while (($#)); do
       shift
       ;;
     --no-lint) lint=no ;;
+    --install-system) system=yes ;;
     -h | --help)
       usage
       exit 0
@@ -52,6 +57,28 @@ while (($#)); do
   shift
 done
 
+install_system() {
+  local packages=(slurm-wlm munge libpmix-dev openmpi-bin) root=() log command
+  if dpkg-query --status "${packages[@]}" >/dev/null 2>&1; then return; fi
+  command="apt-get install -y --no-install-recommends ${packages[*]}"
+  command -v apt-get >/dev/null ||
+    mrl_fail 18 "--install-system knows apt-get only, which is not here." "Install the equivalents of: ${packages[*]}"
+  if [[ "$(id -u)" != 0 ]]; then
+    sudo -n true 2>/dev/null || mrl_fail 18 "--install-system needs root, or sudo without a password." "As root: $command"
+    root=(sudo -n)
+  fi
+  log="$(mktemp)"
+  mrl_say "installing ${packages[*]}"
+  # The lists of packages may be absent or too old, which shows only when a package is not found.
+  ${root[@]+"${root[@]}"} env DEBIAN_FRONTEND=noninteractive bash -c "$command || { apt-get update && $command; }" >"$log" 2>&1 ||
+    mrl_fail 18 "$command failed; the end of $log:" "$(tail -n 5 "$log")"
+  rm "$log"
+}
+
+if [[ "$system" == yes ]]; then
+  install_system
+  export MEGATRON_RL_SYSTEM_INSTALLED=1 # read by tests/conftest.py
+fi
 mrl_setup cpu dev
 cd "$MRL_ROOT"
 export PATH="$MRL_VENV/bin:$PATH"
@@ -75,7 +102,7 @@ check() { # NAME COMMAND...; runs on after a failure, so that one run shows ever
 lint_all() {
   check "ruff (bugs, style, docstrings)" ruff check --output-format concise .
   check "ruff (format)" ruff format --check --output-format concise .
-  check "shellcheck" shellcheck -x --source-path="$MRL_ROOT" launch/*.sh tests/run.sh .ci/run
+  check "shellcheck" shellcheck -x --source-path="$MRL_ROOT" launch/*.sh launch/*.sbatch tests/run.sh .ci/run
   check "import rules" lint-imports --no-cache
   check "mypy (types)" mypy
 }
