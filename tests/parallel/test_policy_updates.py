@@ -245,12 +245,15 @@ def _weight_decay(cfg: Any, dp_rank: int) -> Any:
 
 def _sharing(cfg: Any, dp_rank: int) -> Any:
     from megatron_rl.policy.distributed import is_data_parallel_leader
-    from megatron_rl.policy.exchange import broadcast_to_model_parallel
+    from megatron_rl.policy.exchange import broadcast_to_model_parallel, sum_over_data_parallel
 
+    total = sum_over_data_parallel(np.array([[1.0, dp_rank], [2.0**53, -dp_rank]]))
+    replicas = cfg.parallel.data_parallel_size
+    added = total.tolist() == [[replicas, sum(range(replicas))], [replicas * 2.0**53, -sum(range(replicas))]]
     shard = f"shard {dp_rank}".encode() * 1000
     leader = is_data_parallel_leader()
     received = broadcast_to_model_parallel(shard if leader else None)
-    return received == shard, broadcast_to_model_parallel(b"" if leader else None)
+    return received == shard, broadcast_to_model_parallel(b"" if leader else None), added
 
 
 def _failure_on_rank_zero(cfg: Any, dp_rank: int) -> Any:
@@ -372,8 +375,8 @@ def test_weights_decay_but_norms_do_not(found):
         assert factors[True]
 
 
-def test_a_leaders_bytes_reach_its_model_parallel_peers(found):
-    assert of(found, "sharing") == [(True, b"")] * 6
+def test_a_leaders_bytes_reach_its_model_parallel_peers_and_a_sum_all_replicas(found):
+    assert of(found, "sharing") == [(True, b"", True)] * 6
 
 
 def test_rank_zeros_failure_is_raised_on_every_rank(found):
