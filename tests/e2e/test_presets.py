@@ -37,6 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
     "opmd": {"preset": "dr_grpo", "loss": "opmd", "loss_args.tau": 0.1},
 }
 
+LAYOUTS = {"rloo": ("parallel.tensor_model_parallel_size=1", "parallel.data_parallel_size=2")}
+"""The others run at TP2."""
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,7 +49,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_two_steps_of_each_way_to_update(case: str, inputs: Path, tmp_path: Path) -> None:
     algorithm = [f"algorithm.{key}={value}" for key, value in CASES[case].items()]
-    run = train(tmp_path / "run", inputs, *WORDS, *algorithm)
+    run = train(tmp_path / "run", inputs, *WORDS, *algorithm, *LAYOUTS.get(case, ()))
     assert run.code == 0, run.output
     assert [row["step"] for row in run.steps] == [1, 2]
     for row in run.steps:
