@@ -22,7 +22,7 @@ import typer
 from megatron_rl.config import Config
 from megatron_rl.weights.current import CurrentWeights, current
 
-from .embedded.options import Dtype, EmbeddedOptions
+from .embedded.options import SPARE_TOKENS, Dtype, EmbeddedOptions
 from .sglang import serve_sglang, sglang_from_config
 from .sglang_command import SglangOptions
 from .sglang_install import find_python
@@ -95,7 +95,7 @@ def options_from_config(cfg: Config, replica: int, port: int, host: str = "127.0
         api_key=cfg.engine.read_api_key(run_dir),
         max_running_requests=cfg.engine.max_running_requests,
         deterministic=cfg.deterministic,
-        context_length=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens,
+        context_length=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens + SPARE_TOKENS,
         seed=cfg.seed + replica,
     )
 

@@ -24,6 +24,7 @@ from megatron_rl.config import Config
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.current import CurrentWeights, current
 
+from .embedded.options import SPARE_TOKENS
 from .server_process import ServerFailed, ServerProcess, call
 from .sglang_command import SglangOptions, command_line, environment
 from .sglang_install import SglangError, find_python, inspect, require_tested
@@ -31,8 +32,6 @@ from .sglang_install import SglangError, find_python, inspect, require_tested
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
 CHECKSUM_TIMEOUT_S = 300.0
-SPARE_TOKENS = 8
-"""SGLang ends an answer 2 tokens before its context is full, and refuses prompts that leave fewer than 7."""
 
 
 def sglang_from_config(cfg: Config, replica: int, host: str, port: int, node_rank: int = 0) -> SglangOptions:

@@ -21,7 +21,7 @@ from megatron_rl.cluster.ports import free_port
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.config import dump
 from megatron_rl.config.engine import KEY_FILE
-from megatron_rl.engines.sglang import SPARE_TOKENS
+from megatron_rl.engines.embedded.options import SPARE_TOKENS
 from megatron_rl.engines.sglang_install import find_python
 from tests.unit.rollout_rig import config
 
@@ -101,10 +101,13 @@ class Client:
         return self.ok("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
 
 
+SEED = 11
+
+
 def generate_body(input_ids: Any, **params: Any) -> dict[str, Any]:
-    """The body of /generate for `Client.generate`."""
+    """The body of /generate for `Client.generate`. Draws are the same in every run, unless `sampling_seed` is None."""
     outer = {name: params.pop(name) for name in ("rid", "logprob_start_len") if name in params}
-    sampling = params.pop("sampling_params", params)
+    sampling = params.pop("sampling_params", {"sampling_seed": SEED, **params})
     return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **outer}
 
 

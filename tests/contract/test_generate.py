@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.contract.conftest import Reference
-from tests.contract.servers import Server
+from tests.contract.servers import Server, generate_body
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -137,6 +137,12 @@ def test_no_new_tokens_means_an_empty_answer(server: Server) -> None:
 
 
 def test_without_a_limit_generation_goes_to_the_end_of_the_context(server: Server) -> None:
-    prompt = [5 + i % 200 for i in range(4090)]
-    answer = server.generate(prompt, max_new_tokens=None, ignore_eos=True)
-    assert answer["meta_info"]["completion_tokens"] == 4096 - 4090
+    """But for the last two tokens, whatever was asked for; a prompt must leave more than that."""
+    prompt = [5 + i % 200 for i in range(4096 - 7)]
+    for limit in (None, 7):
+        answer = server.generate(prompt, max_new_tokens=limit, ignore_eos=True)
+        assert answer["meta_info"]["completion_tokens"] == 5
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
+    refused = server.call("/generate", generate_body([*prompt, 5], max_new_tokens=1))
+    assert refused.status == 400
+    assert "Input length (4090 tokens) exceeds the maximum allowed length (4090 tokens)" in refused.message

@@ -22,7 +22,7 @@ from megatron_rl.files import write_atomic
 from .decoder import Decoder
 from .fixed_shapes import FixedShapeDecoder
 from .forward import ForwardPass
-from .options import EmbeddedOptions
+from .options import SPARE_TOKENS, EmbeddedOptions
 from .protocol import Limits
 from .scheduler import Scheduler
 from .server import create_app
@@ -162,7 +162,7 @@ def _require_checksum(weights: Weights, options: EmbeddedOptions) -> None:
 def _limits(model: Any, options: EmbeddedOptions) -> Limits:
     longest = model.config.max_position_embeddings
     length = options.context_length or longest
-    if length > longest:
+    if length > longest + SPARE_TOKENS:
         raise ValueError(f"context_length={length} exceeds the model's max_position_embeddings={longest}")
     generation = getattr(model, "generation_config", None)
     found = [model.config.eos_token_id, getattr(generation, "eos_token_id", None)]

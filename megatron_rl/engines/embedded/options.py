@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+SPARE_TOKENS = 8
+"""How much longer than the longest sequence the context must be: SGLang ends an answer 2 tokens before its context is
+full and refuses prompts that leave fewer than 7, and so does the embedded engine."""
 
 
 @dataclass(frozen=True)

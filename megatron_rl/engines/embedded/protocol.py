@@ -83,8 +83,10 @@ class SamplingParams(_Body):
         )
 
     def _new_tokens(self, limits: Limits, prompt_tokens: int) -> int:
+        """What was asked for, but two tokens of the context always stay free, as in SGLang."""
+        room = limits.context_length - 2 - prompt_tokens
         if self.max_new_tokens is None:
-            return limits.context_length - prompt_tokens
+            return room
         _require(self.max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
         total = prompt_tokens + self.max_new_tokens
         _require(
@@ -93,7 +95,7 @@ class SamplingParams(_Body):
             f"You requested a total of {total} tokens: {prompt_tokens} tokens from the input messages and "
             f"{self.max_new_tokens} tokens for the completion.",
         )
-        return self.max_new_tokens
+        return min(self.max_new_tokens, room)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class Limits:
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
+
+    @property
+    def prompt_length(self) -> int:
+        """A prompt must be shorter than this (SGLang's max_req_input_len)."""
+        return self.context_length - 6
 
 
 class GenerateRequest(_Body):
@@ -256,6 +263,11 @@ def _prompt(ids: list[int], limits: Limits) -> np.ndarray:
     _require(
         len(prompt) < limits.context_length,
         f"The input ({len(prompt)} tokens) is longer than the model's context length ({limits.context_length} tokens).",
+    )
+    _require(
+        len(prompt) < limits.prompt_length,
+        f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({limits.prompt_length} tokens). "
+        "Use a shorter input.",
     )
     return prompt
 

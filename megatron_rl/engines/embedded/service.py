@@ -146,8 +146,11 @@ class Service:
 
     # ---------------------------------------------------------------------------------------------------- control
     def abort(self, rid: str | None, abort_all: bool) -> None:
-        """Abort all, or the requests whose rid begins with `rid`; the rids are free at once. Does not wait."""
-        if not rid and not abort_all:
+        """Abort all, or those whose rid begins with `rid`, which must itself be one. Their rids are free at once.
+
+        Does not wait. As in SGLang, a rid that no request has aborts nothing, even if it is the beginning of some.
+        """
+        if not abort_all and rid not in self._rids:
             return
         prefix = "" if abort_all else str(rid)
         for known in [known for known in self._rids if known.startswith(prefix)]:
