@@ -26,11 +26,13 @@ from .vocab_rows import Rows
 from .vocab_statistics import Merged
 
 
-def vocab_statistics(rows: Rows, with_entropy: bool, keep: bool) -> tuple[Tensor, Tensor | None]:
+def vocab_statistics(
+    rows: Rows, with_entropy: bool, keep: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """`vocab_statistics.vocab_statistics`."""
     if _on_triton(rows.logits):
         return _triton().vocab_statistics(rows, with_entropy), None
-    return _statistics.vocab_statistics(rows, with_entropy, keep)
+    return _statistics.vocab_statistics(rows, with_entropy, keep, in_place)
 
 
 def combine(stats: Tensor, rank: int) -> Merged:

@@ -120,7 +120,7 @@ class LinearPass:
         """A chunk that fits into memory as a whole."""
         where = slice(*piece)
         hidden, rows = self._logits(where)
-        stats, kept = backend.vocab_statistics(rows, self._with_entropy, keep=self._needs_gradient)
+        stats, kept = backend.vocab_statistics(rows, self._with_entropy, self._needs_gradient, in_place=True)
         begun = _Begun(where, hidden, rows, stats[0], kept, self._live.shard.gather(stats))
         self._complete()
         self._begun = begun

@@ -73,16 +73,19 @@ def _write(
     at_target = torch.where(owned, at_target, 0.0)
     scaled, softmaxes, shifted = Scratch(constant), Scratch(constant), Scratch(constant)
     in_place = rows.index is None and out.dtype == rows.compute_dtype and rows.valid == out.shape[1]
+    overwritten = kept is not None and kept.data_ptr() == rows.logits.data_ptr()  # then there are no logits any more
     for block in rows.blocks():
-        x = rows.scaled(block, scaled)
-        z = None if slope is None else torch.sub(x, maximum[block, None], out=shifted.shaped_as(x))
+        if kept is not None:
+            kept_rows = kept[block] if positions is None else kept.index_select(0, positions[block])
+        x = kept_rows if overwritten else rows.scaled(block, scaled)
         d = out[block] if in_place else softmaxes.shaped_as(x)
-        if kept is None:
-            p = softmax_(x, maximum[block], d)
-        else:
-            p = kept[block] if positions is None else kept.index_select(0, positions[block])
+        if overwritten and slope is not None:
+            z = torch.log(x, out=shifted.shaped_as(x)).add_(denominator(x).log_().unsqueeze(1))
+        elif slope is not None:
+            z = torch.sub(x, maximum[block, None], out=shifted.shaped_as(x))
+        p = softmax_(x, maximum[block], d) if kept is None else kept_rows
         s = denominator(p).unsqueeze(1)
-        if z is None or slope is None:
+        if slope is None:
             torch.mul(p, constant[block] * s, out=d)
         else:
             z.clamp_(min=FLOOR[z.dtype]).mul_(slope[block] * s).add_(constant[block] * s)

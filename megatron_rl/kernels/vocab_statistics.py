@@ -21,34 +21,45 @@ KEPT_ELEMENTS = 1 << 22
 """The forward pass's softmax is kept for backward up to this many elements (16 MB), and recomputed beyond."""
 
 
-def vocab_statistics(rows: Rows, with_entropy: bool, keep: bool) -> tuple[Tensor, Tensor | None]:
+def vocab_statistics(
+    rows: Rows, with_entropy: bool, keep: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """`(m, s, y, u)` of every live row, [4, n] in compute precision; u is 0 without entropy.
 
     With `keep`, also the softmax within the slice, exp(x - m) / s [n, valid], when it is small enough to be worth its
-    memory, else None.
+    memory or, with `in_place`, can take that of the logits; else None.
     """
     n = rows.target.shape[0]
     stats = rows.logits.new_zeros(4, n, dtype=rows.compute_dtype)
     if rows.valid == 0:
         stats[0] = MOST_NEGATIVE
         return stats, None
-    kept = stats.new_empty(n, rows.valid) if keep and n * rows.valid <= KEPT_ELEMENTS else None
+    target_logit = _target_logit(rows)
+    kept = _memory_to_keep(rows, stats, in_place) if keep else None
     scaled, softmaxes, shifted = Scratch(stats), Scratch(stats), Scratch(stats)
     for block in rows.blocks():
         x = rows.scaled(block, scaled)
         p = softmaxes.shaped_as(x) if kept is None else kept[block]
         _block_statistics(x, stats[:, block], p, shifted.shaped_as(x) if with_entropy else None)
-    stats[2] = _target_logit(rows)
+    stats[2] = target_logit
     return stats, kept
+
+
+def _memory_to_keep(rows: Rows, stats: Tensor, in_place: bool) -> Tensor | None:
+    if in_place and rows.index is None and rows.logits.dtype == stats.dtype and rows.logits.shape[1] == rows.valid:
+        return rows.logits
+    n = stats.shape[1]
+    return stats.new_empty(n, rows.valid) if n * rows.valid <= KEPT_ELEMENTS else None
 
 
 def _block_statistics(x: Tensor, out: Tensor, p: Tensor, z: Tensor | None) -> None:
     """m, s, and with scratch z also u, into out [4, b]; the softmax of x [b, valid] into p."""
     m = torch.amax(x, 1).clamp_(min=MOST_NEGATIVE)
     out[0] = m
-    out[1] = s = denominator(softmax_(x, m, p))
     if z is not None:
         torch.sub(x, m.unsqueeze(1), out=z).clamp_(min=FLOOR[z.dtype])
+    out[1] = s = denominator(softmax_(x, m, p))  # p may be x
+    if z is not None:
         torch.mul(z.mul_(p).sum(1), s, out=out[3])
 
 
