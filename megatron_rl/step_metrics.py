@@ -10,7 +10,9 @@ import psutil
 from megatron_rl.rollout.wire import RolloutTable
 
 SUMMED = ("optimizer/skipped",)
-"""Metrics of an update that add up over a step; all others are averaged."""
+"""Metrics of an update that add up over a step."""
+LARGEST = ("gap/max_abs", "gap/rho_max")
+"""Those of which a step has the largest; all others are averaged."""
 
 
 def batch_metrics(table: RolloutTable) -> dict[str, float]:
@@ -35,7 +37,7 @@ def batch_metrics(table: RolloutTable) -> dict[str, float]:
 
 
 def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One value a step: the mean over its updates, or the sum for what is counted."""
+    """One value a step: the mean over its updates, the sum of what is counted, the largest of maxima."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     return {name: _combine(name, [m[name] for m in updates if name in m]) for name in names}
 
@@ -46,7 +48,7 @@ def resident_gib() -> float:
 
 
 def _combine(name: str, values: list[float]) -> float:
-    return float(np.sum(values)) if name in SUMMED else float(np.mean(values))
+    return float(np.sum(values) if name in SUMMED else np.max(values) if name in LARGEST else np.mean(values))
 
 
 def _deviations(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:

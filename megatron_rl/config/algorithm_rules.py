@@ -6,6 +6,7 @@ Each rule yields complaints that name key, value and what to write instead.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,8 @@ def _loss(a: AlgorithmConfig) -> Iterator[str]:
     for key, value in a.loss_args.items():
         if key not in LOSS_ARGS[a.loss]:
             yield f"loss_args.{key}: loss={a.loss} takes {', '.join(LOSS_ARGS[a.loss]) or 'no arguments'}; leave it out"
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            yield f"loss_args.{key}={value!r}: write a number greater than 0"
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            yield f"loss_args.{key}={value!r}: write a finite number greater than 0"
     if a.loss in ONE_RATIO_PER_SEQUENCE and a.normalisation != "seq_mean_token_mean":
         yield (
             f"normalisation={a.normalisation}: loss={a.loss} has one ratio per sequence, so every sequence must weigh "
@@ -96,8 +97,11 @@ def _corrections(a: AlgorithmConfig) -> Iterator[str]:
         yield f"correction_bounds={list(a.correction_bounds)} has no effect without tis, icepop or mis in corrections"
     for key in ("correction_bounds", "seq_mis_bounds"):
         bounds = getattr(a, key)
-        if bounds is not None and not 0 <= bounds[0] < bounds[1]:
-            yield f"{key}={list(bounds)}: write [lower, upper] with 0 <= lower < upper"
+        if bounds is not None and not 0 <= bounds[0] <= 1 <= bounds[1]:
+            yield (
+                f"{key}={list(bounds)}: write [lower, upper] with 0 <= lower <= 1 <= upper, since a token on which "
+                "engine and trainer agree has ratio 1"
+            )
     if a.renormalise_after_rejection:
         if not set(a.corrections) & set(REJECTING):
             yield f"renormalise_after_rejection=true: nothing rejects tokens; add one of {', '.join(REJECTING)}"

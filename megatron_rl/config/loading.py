@@ -134,7 +134,7 @@ def _explain(error: dict[str, Any]) -> str:
 def _nearest_value(error: dict[str, Any]) -> str:
     """The closest of the allowed words."""
     allowed = re.findall(r"'([^']*)'", str(error["ctx"]["expected"]))
-    close = difflib.get_close_matches(str(error["input"]), allowed, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(error["input"]).lower(), allowed, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 

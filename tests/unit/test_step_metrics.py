@@ -62,3 +62,8 @@ def test_without_a_known_reward_there_is_no_number() -> None:
 def test_updates_are_averaged_and_skipped_ones_are_counted() -> None:
     updates = [{"policy/loss": 1.0, "optimizer/skipped": 1.0}, {"policy/loss": 3.0, "optimizer/skipped": 1.0}]
     assert mean_of_updates(updates) == {"policy/loss": 2.0, "optimizer/skipped": 2.0}
+
+
+def test_a_step_has_the_largest_gap_of_its_updates() -> None:
+    updates = [{"gap/rho_max": 3.0, "gap/max_abs": 0.1}, {"gap/rho_max": 2.0, "gap/max_abs": 0.4}]
+    assert mean_of_updates(updates) == {"gap/rho_max": 3.0, "gap/max_abs": 0.4}
