@@ -22,6 +22,7 @@ BASE = [
     "orjson>=3.13.0",
     "plotly>=7.1.0",
     "psutil>=7.2.2",  # used by Megatron's checkpoint writer as well, which does not declare it
+    "py-spy>=0.4.3",  # stacks of a run that hangs on a cluster
     "pyarrow>=26.0.1",
     "pydantic>=2.14.4",
     "pyyaml>=6.0.4",
@@ -50,7 +51,7 @@ EXTRAS = {
     ],
     # Transformer Engine and NVIDIA's Apex come with the NGC image. The `apex` on PyPI is another project: never list it.
     "gpu": ["triton>=3.4"],
-    "mpi": ["mpi4py>=4.1"],
+    "mpi": ["mpi4py>=4.1.2"],  # finds the MPI of the system; not from PyPI, where it would hide the cluster's own
     # The version that the contract names. It pins many of its own needs exactly, so that `cpu` does not fit beside it,
     # and BASE must leave it room; it lives in a virtual environment of its own.
     "sglang": ["sglang==0.5.23"],
@@ -58,8 +59,9 @@ EXTRAS = {
     "dev": [
         "hypothesis>=6.170.17",
         "import-linter>=2.17",
+        "mpi4py>=4.1.2",  # with mpich: the ranks are started by every launcher (tests/slurm)
+        "mpich>=5.0.2",
         "mypy>=2.4.1",
-        "py-spy>=0.4.3",
         "pytest>=9.2.0",
         "pytest-timeout>=2.4.0",
         "ruff>=0.17.6",
