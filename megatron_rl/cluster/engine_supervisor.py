@@ -136,9 +136,10 @@ def supervise_node(cfg: Config, config: Path, per_node: int, host: str, logs: Pa
     Each logs to LOGS/engine-NODE-REPLICA.log and listens on `host`. What Slurm and MPI say about the step stays hidden
     from them: a server that starts ranks of its own would take itself for a rank of ours. Returns the exit code.
     """
-    first = int(os.environ["SLURM_PROCID"]) * per_node
+    task, span = int(os.environ["SLURM_PROCID"]), cfg.engine.nodes_per_replica
+    first = task * per_node // span
     replicas = range(first, min(first + per_node, cfg.engine.replicas))
-    return _supervise_replicas(cfg, config, replicas, host, child_environment(os.environ), logs)
+    return _supervise_replicas(cfg, config, replicas, host, child_environment(os.environ), logs, task % span)
 
 
 def _supervise_replicas(
@@ -148,19 +149,23 @@ def _supervise_replicas(
     host: str,
     env: Mapping[str, str] | None = None,
     logs: Path | None = None,
+    node_rank: int = 0,
 ) -> int:
+    """`node_rank`: which of its nodes this is, for a replica that spans several; its parts only restart together."""
     cluster, run = cfg.cluster, RunDir(cfg.run_dir)
+    restarts = cluster.max_engine_restarts if cfg.engine.nodes_per_replica == 1 else 0
     node = socket.gethostname().split(".")[0]
     with contextlib.ExitStack() as stack:
         engines = []
-        for replica in replicas:
+        for place, replica in enumerate(replicas, replicas[0] if logs is None else 0):
             port = stack.enter_context(reserved_port(host, cfg.engine.kind == "sglang")).getsockname()[1]
-            argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--replica"]
+            argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--unsupervised"]
+            argv += ["--replica", str(replica), "--place", str(place), "--node-rank", str(node_rank)]
             engine = Engine(
                 "the engine" if logs is None else f"engine-{replica}",
-                [*argv, str(replica), "--unsupervised", "--host", host, "--port", str(port)],
+                [*argv, "--host", host, "--port", str(port)],
                 run.engine_endpoint(replica),
-                RestartLimit(cluster.max_engine_restarts, cluster.engine_restart_window_s),
+                RestartLimit(restarts, cluster.engine_restart_window_s),
                 env,
                 None if logs is None else logs / f"engine-{node}-{replica}.log",
             )

@@ -29,11 +29,14 @@ from .sglang_install import find_python
 
 
 def serve_replica(
-    cfg: Config, replica: int, host: str, port: int, environ: Mapping[str, str], node_rank: int = 0
+    cfg: Config, replica: int, host: str, port: int, environ: Mapping[str, str], place: int = 0, node_rank: int = 0
 ) -> None:
-    """Serve replica number `replica` of a run, as `engine.kind` says; see `serve_embedded` and `serve_sglang`."""
+    """Serve replica number `replica` of a run, as `engine.kind` says; see `serve_embedded` and `serve_sglang`.
+
+    `place`: its number among the replicas of this node; `node_rank`: which of its own nodes this is.
+    """
     if cfg.engine.kind == "sglang":
-        serve_sglang(sglang_from_config(cfg, replica, host, port, node_rank), environ)
+        serve_sglang(sglang_from_config(cfg, replica, host, port, place, node_rank), environ)
     else:
         serve_embedded(options_from_config(cfg, replica, port, host))
 

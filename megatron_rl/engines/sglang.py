@@ -34,7 +34,9 @@ GRACE_S = 5.0
 CHECKSUM_TIMEOUT_S = 300.0
 
 
-def sglang_from_config(cfg: Config, replica: int, host: str, port: int, node_rank: int = 0) -> SglangOptions:
+def sglang_from_config(
+    cfg: Config, replica: int, host: str, port: int, place: int = 0, node_rank: int = 0
+) -> SglangOptions:
     """The options of replica number `replica` of a run: with the weights that the run has published, if it has any."""
     e, run_dir = cfg.engine, Path(cfg.run_dir).absolute()
     weights = current(run_dir / "weights") or CurrentWeights(0, cfg.model.path)
@@ -58,6 +60,7 @@ def sglang_from_config(cfg: Config, replica: int, host: str, port: int, node_ran
         deterministic=cfg.deterministic,
         routed_experts=e.routed_experts,
         seed=cfg.seed + replica,
+        first_device=place * e.tp * e.dp,
         nodes=e.nodes_per_replica,
         node_rank=node_rank,
         head_file=str(run_dir / "endpoints" / f"head-{replica}.json"),

@@ -50,6 +50,8 @@ class SglangOptions:
     deterministic: bool = False
     routed_experts: bool = False
     seed: int | None = None
+    first_device: int = 0
+    """Number of its first GPU on this node."""
     nodes: int = 1
     node_rank: int = 0
     head_file: str = ""
@@ -82,6 +84,8 @@ def command_line(
     words += _sizes(options)
     if options.memory_fraction is not None:
         words += ["--mem-fraction-static", str(options.memory_fraction)]
+    if options.first_device:
+        words += ["--base-gpu-id", str(options.first_device)]
     if options.context_length is not None:
         words += ["--context-length", str(options.context_length)]
     if options.seed is not None:

@@ -51,6 +51,7 @@ def test_the_command_line_says_what_was_chosen_and_nothing_else() -> None:
         ({"deterministic": True}, "--enable-deterministic-inference"),
         ({"routed_experts": True}, "--enable-return-routed-experts"),
         ({"seed": 7}, "--random-seed 7"),
+        ({"first_device": 4}, "--base-gpu-id 4"),
         ({"weight_version": "12"}, "--weight-version 12"),
     ],
 )
@@ -166,8 +167,8 @@ def test_the_options_of_a_run_reach_the_server(tmp_path: Path) -> None:
     cfg = config(tmp_path, Path("/model"), [], engine=engine, deterministic=False)
     (tmp_path / KEY_FILE).parent.mkdir()
     (tmp_path / KEY_FILE).write_text("of-the-run\n")
-    options = sglang_from_config(cfg, 1, "127.0.0.1", 30001)
-    assert options.tp == 2
+    options = sglang_from_config(cfg, 1, "127.0.0.1", 30001, place=1)
+    assert (options.tp, options.first_device) == (2, 2)
     assert options.extra_args == ("--log-level", "debug")
     assert options.api_key == "of-the-run"
     assert options.weight_version == "0"

@@ -108,8 +108,14 @@ def need(cfg: Config, shape: NodeShape) -> Need:
     if shape.gpus and ranks > shape.gpus and c.device != "cpu":
         problems.append(f"{ranks} trainer ranks on a node of {shape.gpus} GPUs: raise cluster.trainer_nodes")
     replicas = 0 if cfg.engine.urls else cfg.engine.replicas
-    per_node = c.engines_per_node or math.ceil(replicas / (c.engine_nodes or replicas or 1)) or 1
-    engines = math.ceil(replicas / per_node)
+    span = cfg.engine.nodes_per_replica
+    per_node = c.engines_per_node or math.ceil(replicas * span / (c.engine_nodes or replicas * span or 1)) or 1
+    engines = math.ceil(replicas * span / per_node)
+    if span > 1 and per_node > 1:
+        problems.append(
+            f"engine.nodes_per_replica={span} needs whole nodes, but cluster.engines_per_node or engine_nodes puts "
+            f"{per_node} replicas on one: leave them out"
+        )
     if c.engine_nodes is not None and c.engine_nodes != engines:
         problems.append(
             f"cluster.engine_nodes={c.engine_nodes}, but engine.replicas={replicas} at {per_node} a node fill "
@@ -165,7 +171,8 @@ def place(
     """
     for replicas, dp in _sizes(cfg):
         ranks = cfg.parallel.model_parallel_size * dp
-        trainer, engines = math.ceil(ranks / needed.ranks_per_node), math.ceil(replicas / needed.engines_per_node)
+        trainer = math.ceil(ranks / needed.ranks_per_node)
+        engines = math.ceil(replicas * cfg.engine.nodes_per_replica / needed.engines_per_node)
         count = max(trainer, engines) if needed.colocated else trainer + engines
         if count > len(nodes):
             continue
