@@ -4,13 +4,18 @@ What it adds to pytest:
 
 - a closing table with the duration of every test (set-up, body and tear-down together), slowest first;
 - `gpu` tests are skipped where there is no CUDA device;
+- every test begins with the same states of Python's, numpy's and torch's random generators;
 - with `--strict-skips` (CI), a test that skips for a reason other than `EXPECTED_SKIPS` counts as failed, so that a
-  missing package can never turn the suite green.
+  missing package can never turn the suite green;
+- with MEGATRON_RL_SYSTEM_INSTALLED (`tests/run.sh --install-system`), a skip of `SYSTEM_SKIPS` is a failure as well.
 """
 
 from __future__ import annotations
 
+import operator
 import os
+import random
+import sys
 from collections import defaultdict
 from collections.abc import Generator
 
@@ -21,7 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+SYSTEM_SKIPS = ("needs Slurm", "needs Open MPI", "needs mount and UTS namespaces")
+"""For want of what `tests/run.sh --install-system` installs."""
 EXPECTED_SKIPS = (
+    *SYSTEM_SKIPS,
     "needs a CUDA device",
     "needs Transformer Engine",
     "needs chromium and chromedriver",
@@ -35,6 +43,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--strict-skips", action="store_true", help="a skip whose reason tests/conftest.py does not list is a failure"
     )
+
+
+@pytest.fixture(autouse=True)
+def _same_draws_in_every_run() -> None:
+    """A test that draws numbers without a generator of its own must not pass today and fail tomorrow."""
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if name in sys.modules:  # the light rooms' tests do not load them
+            operator.attrgetter(seed)(sys.modules[name])(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,11 +85,13 @@ def pytest_make_collect_report(
 
 
 def _refuse_unexpected_skip(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
-    if not report.skipped or not config.getoption("--strict-skips"):
+    if not report.skipped:
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     reason = reason.removeprefix("Skipped: ")
-    if not reason.startswith(EXPECTED_SKIPS):
+    unexpected = config.getoption("--strict-skips") and not reason.startswith(EXPECTED_SKIPS)
+    lacking = "MEGATRON_RL_SYSTEM_INSTALLED" in os.environ and reason.startswith(SYSTEM_SKIPS)
+    if unexpected or lacking:
         report.outcome = "failed"
         report.longrepr = f"skipped for a reason that tests/conftest.py does not expect: {reason or '(none given)'}"
 

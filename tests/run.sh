@@ -110,7 +110,8 @@ lint_all() {
 case "$tier" in
   fast)
     lint=no
-    selection=(-m "not slow and not gpu" --ignore tests/parallel --ignore tests/contract --ignore tests/e2e)
+    selection=(-m "not slow and not gpu" --ignore tests/parallel --ignore tests/contract --ignore tests/e2e
+      --ignore tests/slurm)
     ;;
   first) selection=(-m "not slow and not gpu") ;;
   all) selection=() ;;
