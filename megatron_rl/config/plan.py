@@ -57,7 +57,7 @@ def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
 def algorithm_rows(cfg: Config) -> list[tuple[str, str, str]]:
     """Every key of `algorithm:` as it was resolved, and who said so; then what presets bring to `rollout:`."""
     a, preset = cfg.algorithm, PRESETS[cfg.algorithm.preset]
-    rows = [("preset", a.preset, "")]
+    rows: list[tuple[str, str, str]] = [("preset", a.preset, "")]
     for key, field in type(a).model_fields.items():
         if key in ("preset", "max_tokens_per_microbatch", "updates_per_batch"):
             continue
@@ -119,12 +119,18 @@ def _memory(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
     longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
     samples = cfg.rollout.groups_per_step * cfg.rollout.group_size
     tokens = min(cfg.algorithm.max_tokens_per_microbatch, samples * longest)
-    logits = tokens * hf.vocab_size / p.tensor_model_parallel_size * (width + 4)
+    chunk, chunks = min(cfg.loss.chunk_tokens, tokens), 2 if p.tensor_model_parallel_size > 1 else 1
+    multiple = cfg.model.make_vocab_size_divisible_by
+    columns = math.ceil(hf.vocab_size / p.tensor_model_parallel_size / multiple) * multiple
     rows = [
         ("parameters", _gib(held * width), f"{width} bytes each, over TP x PP"),
         ("gradients", _gib(held * 4), "fp32"),
         ("optimizer state", _gib(state), f"over {shards} data-parallel rank(s)"),
-        ("logits of one micro-batch", _gib(logits), f"{tokens:,} tokens, last stage; model dtype and fp32"),
+        (
+            "logits at their peak",
+            _gib(chunk * chunks * columns * 4),
+            f"last stage: {chunks} chunk(s) of {chunk:,} tokens x {columns:,} columns, fp32",
+        ),
     ]
     if cfg.algorithm.kl_coef:
         rows.append(("reference model (host)", _gib(held * width), "swapped in for its pass"))
