@@ -9,12 +9,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
+
 from megatron_rl.config import ConfigError
 
 from .placement import NodeShape
 
 log = logging.getLogger(__name__)
-ASK_TIMEOUT_S = 60.0
+ASK_TIMEOUT_S, PATIENCE_S = 60.0, 300.0
 UNUSABLE = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|NO_RESPOND|\*")
 """In a node's state: it is not to be used, or has not been heard of."""
 
@@ -23,16 +25,37 @@ class SlurmError(RuntimeError):
     """Slurm refused or did not answer; the message holds the command and what it said."""
 
 
-def ask(*command: str, timeout_s: float = ASK_TIMEOUT_S) -> str:
-    """What a client command printed. Raises SlurmError."""
+class Unreachable(SlurmError):
+    """Slurm's controller did not answer: it may be restarting."""
+
+
+@retry(
+    retry=retry_if_exception_type(Unreachable),
+    stop=stop_after_delay(PATIENCE_S),
+    wait=wait_fixed(5.0),
+    before_sleep=lambda state: log.warning("%s; asking again", state.outcome and state.outcome.exception()),
+    reraise=True,
+)
+def ask(*command: str) -> str:
+    """What a client command printed; asked again for a while when the controller does not answer. Raises SlurmError."""
+    shown = " ".join(command)
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT_S,
+            start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SlurmError(f"{' '.join(command)}: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise Unreachable(f"{shown}: no answer within {ASK_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise SlurmError(f"{shown}: {error}") from error
     if done.returncode:
-        raise SlurmError(f"{' '.join(command)}: exit {done.returncode}: {(done.stdout + done.stderr).strip()}")
+        said = (done.stdout + done.stderr).strip()
+        unreachable = re.search("contact slurm controller|Socket timed out|Connection refused", said)
+        raise (Unreachable if unreachable else SlurmError)(f"{shown}: exit {done.returncode}: {said}")
     return done.stdout
 
 
