@@ -32,6 +32,8 @@ from .sglang_install import SglangError, find_python, inspect, require_tested
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
 CHECKSUM_TIMEOUT_S = 300.0
+WARM_UP_TOKENS = 128
+"""The least context in which SGLang's first request to itself fits, even with a token for every byte."""
 
 
 def sglang_from_config(
@@ -52,7 +54,7 @@ def sglang_from_config(
         weights_checksum=weights.checksum,
         dtype=cfg.model.dtype if e.dtype == "model" else e.dtype,
         max_running_requests=e.max_running_requests,
-        context_length=longest + SPARE_TOKENS,
+        context_length=max(longest + SPARE_TOKENS, WARM_UP_TOKENS),
         tp=e.tp,
         dp=e.dp,
         ep=e.ep,

@@ -174,7 +174,9 @@ def test_the_options_of_a_run_reach_the_server(tmp_path: Path) -> None:
     assert options.weight_version == "0"
     assert options.dtype == "float32"
     assert options.endpoint_file == str(tmp_path / "endpoints" / "engine-1.json")
-    assert options.context_length == 40 + 8 + 8  # prompt, response, and what SGLang keeps
+    assert options.context_length == 128  # more than 40 + 8: SGLang's first request to itself has to fit
+    longer = config(tmp_path, Path("/model"), [], engine={**engine, "context_length": 200}, deterministic=False)
+    assert sglang_from_config(longer, 1, "127.0.0.1", 30001).context_length == 208  # SGLang keeps some for itself
 
 
 def test_settings_of_sglang_are_refused_for_the_embedded_engine() -> None:
