@@ -1,6 +1,7 @@
 """A rank that only finds its place and meets the others, without torch, which costs seconds to import in each process.
 
-Prints one line of JSON. Usage: python -m tests.slurm.rank_probe FOLDER
+Writes what it found to a file of its own, since lines that ranks print together run into each other.
+Usage: python -m tests.slurm.rank_probe FOLDER
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def main() -> None:
     store = place.meeting.meet(serve, connect, WAIT_S)
     world = store.get("address").decode() if store else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     facts = {"rank": place.rank, "world_size": place.world_size, "local_rank": place.local_rank}
-    print(json.dumps(facts | {"node": socket.gethostname(), "world": world}), flush=True)
+    found = folder / f"rank-{os.getpid()}.json"  # the emulated nodes share one set of ids
+    found.write_text(json.dumps(facts | {"node": socket.gethostname(), "world": world}))
     if store:
         wait_for_all(folder, world, place.rank, place.world_size)
     os._exit(0)  # past the timer

@@ -27,9 +27,11 @@ EXPECTED = [
 
 
 def run_each(slurm: MiniSlurm, folder: Path, commands: dict[str, str]) -> Job:
-    """One job of two nodes that runs each command in turn; what each printed is in `folder` under its name."""
+    """One job of two nodes that runs each command in turn; what each left is in `folder` under its name."""
     lines = ["#!/bin/bash", f"cd {shlex.quote(str(ROOT))}"]
-    lines += [f"{command} > {output_of(folder, name)} 2>&1" for name, command in commands.items()]
+    for name, command in commands.items():
+        place_of(folder, name).mkdir()
+        lines.append(f"{command} > {place_of(folder, name)}/output 2>&1")
     script = folder / "job.sh"
     script.write_text("\n".join(lines) + "\nexit 0\n")
     options = ["--nodes=2", "--ntasks-per-node=2", "--exclusive", "--nodelist=node[1-2]"]
@@ -38,8 +40,8 @@ def run_each(slurm: MiniSlurm, folder: Path, commands: dict[str, str]) -> Job:
     return job
 
 
-def output_of(folder: Path, name: str) -> Path:
-    return folder / (name.replace(" ", "_") + ".out")
+def place_of(folder: Path, name: str) -> Path:
+    return folder / name.replace(" ", "_")
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +51,18 @@ def answers(slurm: MiniSlurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("ranks")
-    right = launchers.launchers(sys.executable, f"{PROBE} {folder}")
+    right = {
+        name: launchers.start_ranks(name, f"{PROBE} {place_of(folder, name)}", ranks_per_node=2)
+        for name in launchers.LAUNCHERS
+    }
     run_each(slurm, folder, {**right, **wrong(folder)})
     return folder
 
 
 def wrong(folder: Path) -> dict[str, str]:
     """Commands that cannot work: four worlds of one, or an MPI that does not understand its launcher."""
-    probe = f"{sys.executable} -m {PROBE} {folder}"
-    options, open_mpi = launchers.RANK_OPTIONS, launchers.WITH_OPEN_MPI
+    probe = f"{sys.executable} -m {PROBE} {folder}"  # which none of them gets to use
+    options, open_mpi = launchers.tasks(2), launchers.WITH_OPEN_MPI
     return {
         "no srun": probe,
         "exported": f"RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=1 srun {options} {probe}",
@@ -67,16 +72,16 @@ def wrong(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", launchers.launchers("", ""))
+@pytest.mark.parametrize("name", launchers.LAUNCHERS)
 def test_every_launcher_gives_the_same_ranks_in_one_world(answers: Path, name: str) -> None:
-    text = output_of(answers, name).read_text()
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    assert len({line.pop("world") for line in lines}) == 1, text
-    assert sorted(lines, key=rank_of) == EXPECTED, text
+    said = (place_of(answers, name) / "output").read_text()
+    ranks = [json.loads(path.read_text()) for path in place_of(answers, name).glob("rank-*.json")]
+    assert len({rank.pop("world") for rank in ranks}) == 1, said
+    assert sorted(ranks, key=rank_of) == EXPECTED, said
 
 
-def rank_of(line: dict[str, Any]) -> int:
-    return line["rank"]
+def rank_of(facts: dict[str, Any]) -> int:
+    return facts["rank"]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +95,8 @@ def rank_of(line: dict[str, Any]) -> int:
     ],
 )
 def test_a_launcher_that_cannot_work_says_what_to_change(answers: Path, name: str, words: list[str]) -> None:
-    text = output_of(answers, name).read_text()
+    text = (place_of(answers, name) / "output").read_text()
     assert [word for word in words if word not in text] == [], text
-    assert '"rank"' not in text or name == "exported"
 
 
 def test_worlds_of_one_rank_each_are_refused(tmp_path: Path) -> None:
