@@ -61,7 +61,7 @@ def rounded(x, EMULATE: tl.constexpr):
     low half, which is what the interpreter then does, gives the bfloat16 that a GPU stores."""
     if EMULATE:
         bits = x.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     else:
         return x

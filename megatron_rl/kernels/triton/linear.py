@@ -146,7 +146,7 @@ def linear_statistics(
             num_warps=8,
             num_stages=3,
         )
-    return merge(stats)
+    return merge(stats, with_entropy)
 
 
 def _splits(blocks: int, valid: int, columns: int) -> int:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..vocab_rows import Rows
 from ..vocab_statistics import Merged
-from .launch import LN_2, LOG2_E, MOST_NEGATIVE, ROWS, columns_block, exp2, or_any, warps
+from . import launch
+from .launch import LN_2, LOG2_E, MOST_NEGATIVE, columns_block, exp2, or_any, warps
 
 
 @triton.jit
@@ -82,7 +83,10 @@ def vocab_statistics_kernel(
     tl.store(stats + i, top * inverse)
     tl.store(stats + n + i, tl.sum(s * factor, axis=0))
     tl.store(stats + 2 * n + i, y * inverse)
-    tl.store(stats + 3 * n + i, tl.sum((u + s * moved) * factor, axis=0) * LN_2)
+    if WITH_ENTROPY:
+        tl.store(stats + 3 * n + i, tl.sum((u + s * moved) * factor, axis=0) * LN_2)
+    else:
+        tl.store(stats + 3 * n + i, 0.0)
 
 
 @triton.jit
@@ -106,7 +110,7 @@ def _merge(stats, i, ok, n, parts):
 
 
 @triton.jit
-def merge_kernel(stats, merged, n, parts, ROWS: tl.constexpr):
+def merge_kernel(stats, merged, n, parts, WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr):
     """Parts of one slice [parts, 4, n] -> the slice [4, n]."""
     i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     ok = i < n
@@ -114,7 +118,7 @@ def merge_kernel(stats, merged, n, parts, ROWS: tl.constexpr):
     tl.store(merged + i, m, mask=ok)
     tl.store(merged + n + i, s, mask=ok)
     tl.store(merged + 2 * n + i, y, mask=ok)
-    tl.store(merged + 3 * n + i, u, mask=ok)
+    tl.store(merged + 3 * n + i, u if WITH_ENTROPY else tl.zeros(i.shape, tl.float32), mask=ok)
 
 
 @triton.jit
@@ -157,13 +161,15 @@ def vocab_statistics(rows: Rows, with_entropy: bool) -> Tensor:
     return stats
 
 
-def merge(stats: Tensor) -> Tensor:
-    """Statistics of parts of one slice [parts, 4, n] -> those of the slice [4, n], float32."""
+def merge(stats: Tensor, with_entropy: bool) -> Tensor:
+    """Statistics of parts of one slice [parts, 4, n] -> those of the slice [4, n], float32; u is 0 without entropy."""
     parts, _, n = stats.shape
     if parts == 1 or n == 0:
         return stats[0]
     merged = stats.new_empty(4, n)
-    merge_kernel[(triton.cdiv(n, ROWS),)](stats, merged, n, parts, ROWS=ROWS, num_warps=4)
+    merge_kernel[(triton.cdiv(n, launch.ROWS),)](
+        stats, merged, n, parts, WITH_ENTROPY=with_entropy, ROWS=launch.ROWS, num_warps=4
+    )
     return merged
 
 
@@ -173,7 +179,7 @@ def combine(stats: Tensor, rank: int) -> Merged:
     stats = stats.contiguous()
     log_prob, log_norm, entropy = stats.new_empty(3, n)
     if n:
-        combine_kernel[(triton.cdiv(n, ROWS),)](
-            stats, log_prob, log_norm, entropy, n, parts, rank, ROWS=ROWS, num_warps=4
+        combine_kernel[(triton.cdiv(n, launch.ROWS),)](
+            stats, log_prob, log_norm, entropy, n, parts, rank, ROWS=launch.ROWS, num_warps=4
         )
     return Merged(log_prob, log_norm, entropy)

@@ -17,7 +17,8 @@ from megatron_rl.algorithms.losses import DUAL, FREE, HIGH, LOW
 from megatron_rl.algorithms.spec import LossSpec
 
 from ..token_loss import PolicyLossOutput
-from .launch import ROWS, or_any
+from . import launch
+from .launch import or_any
 
 KINDS = {"ppo": "token", "gspo": "sequence", "gspo_token": "sequence", "cispo": "cispo", "nll": "nll"}
 """Losses of the registry that have a closed form here, and what it is called in the kernel."""
@@ -153,7 +154,7 @@ def token_loss(log_probs: Tensor, spec: LossSpec, **tensors: Any) -> PolicyLossO
     d_entropy = None if ready.entropy is None else torch.empty_like(x, dtype=tensors["entropy"].dtype)
     flags = torch.empty_like(x, dtype=torch.int8)
     if n:
-        token_loss_kernel[(triton.cdiv(n, ROWS),)](
+        token_loss_kernel[(triton.cdiv(n, launch.ROWS),)](
             x,
             inputs.old_log_probs,
             inputs.sequence_mean(0) if KINDS[spec.kind] == "sequence" else x,
@@ -178,7 +179,7 @@ def token_loss(log_probs: Tensor, spec: LossSpec, **tensors: Any) -> PolicyLossO
             UNBIASED=spec.kl_unbiased,
             HAS_FACTOR=ready.correction is not None,
             HAS_ENTROPY=ready.entropy is not None,
-            ROWS=ROWS,
+            ROWS=launch.ROWS,
             num_warps=4,
         )
     return PolicyLossOutput(terms.sum(), ready.final_flags(flags), d_log_probs, d_entropy)
