@@ -133,3 +133,23 @@ def test_an_environment_of_someone_else_is_left_alone(checkout: Path) -> None:
     assert code == 17
     assert "was not made by this script" in text
     assert [path.name for path in (checkout / ".venv").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("programs", "words"),
+    [
+        ({"apt-get": "echo E: no such package; exit 100"}, ["apt-get install", "slurm-wlm", "E: no such package"]),
+        ({"id": "echo 1000", "sudo": "exit 1"}, ["needs root, or sudo without a password", "As root: apt-get install"]),
+    ],
+    ids=["apt-get fails", "neither root nor sudo"],
+)
+def test_system_packages_that_cannot_be_installed_are_told_with_the_command(
+    checkout: Path, tmp_path: Path, programs: dict[str, str], words: list[str]
+) -> None:
+    for name, text in {"dpkg-query": "exit 1", **programs}.items():
+        program(tmp_path / "bin" / name, text)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    code, text = run(checkout, "--install-system", script="tests/run.sh", PATH=path)
+    assert code == 18
+    assert [word for word in words if word not in text] == []
+    assert not (checkout / ".venv").exists()
