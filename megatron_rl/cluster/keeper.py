@@ -9,60 +9,74 @@ Waits for: the role's end, without a deadline. TERM and USR2 that Slurm sends to
     --on-stop end     TERM is left alone, since the trainer still needs this role to save;   (controller, engines)
                       USR2, which only the batch script sends here, ends the role: INT, then KILL
 
-Slurm kills the processes that descend from the task; one that called setsid and lost its parent is no descendant where
-Slurm tracks processes by parenthood. So everything that carries the tag in its environment is killed at the end, by the
-keeper, or by the guard when the keeper itself was killed. Standard library only: it must start in a moment.
+Where Slurm tracks processes by parenthood, a child that called setsid and lost its parent is out of its reach. So the
+keeper is the parent of all that lose theirs: Slurm finds them below it, and at the end it kills them itself. When the
+keeper alone is killed, the guard kills what carries the tag. Standard library only: it must start in a moment.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from .tags import TAG, tagged
+from .bootstrap import task_of_step
+from .tags import TAG, descendants, tagged
 
+PR_SET_CHILD_SUBREAPER = 36
 PASSED = (signal.SIGTERM, signal.SIGUSR2)
 
 
 def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
     """Run `argv` to its end. Returns its exit code, 128 + n when signal n ended it."""
     start_guard(tag)
-    child: subprocess.Popen[bytes] | None = None
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    role: list[int] = []
     early: list[int] = []
 
     def receive(number: int, _: FrameType | None) -> None:
-        if child is None:
-            early.append(number)
+        if role:
+            _react(role[0], number, on_stop, patience_s)
         else:
-            _react(child, number, on_stop, patience_s)
+            early.append(number)
 
     for number in PASSED:
         signal.signal(number, receive)
     # What srun passes on reaches every process of the step. Who does not end by USR2 itself must not die of it either.
     ignore = None if on_stop == "pass" else functools.partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN)
     child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL, preexec_fn=ignore)
+    role.append(child.pid)
     for missed in early:
-        _react(child, missed, on_stop, patience_s)
-    code = child.wait()
-    kill_tagged(tag)
+        _react(child.pid, missed, on_stop, patience_s)
+    code = _wait(child)
+    kill_rest(tag)
     return code if code >= 0 else 128 - code
 
 
-def _react(child: subprocess.Popen[bytes], number: int, on_stop: str, patience_s: float) -> None:
-    if on_stop == "pass":
-        child.send_signal(number)
-    elif number == signal.SIGUSR2:
-        child.send_signal(signal.SIGINT)
-        signal.signal(signal.SIGALRM, lambda *_: child.kill())
-        signal.setitimer(signal.ITIMER_REAL, patience_s)
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """The role's exit code; whatever else became our child and ended is taken note of on the way."""
+    while True:
+        pid, status = os.wait()
+        if pid == child.pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+            return child.returncode
+
+
+def _react(role: int, number: int, on_stop: str, patience_s: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if on_stop == "pass":
+            os.kill(role, number)
+        elif number == signal.SIGUSR2:
+            os.kill(role, signal.SIGINT)
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(role, signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, patience_s)
 
 
 def start_guard(tag: str) -> None:
@@ -83,21 +97,23 @@ def start_guard(tag: str) -> None:
     for descriptor in (0, 1, 2):  # else Slurm waits for the end of the task's output
         os.dup2(null, descriptor)
     os.read(reader, 1)
-    kill_tagged(tag)
+    kill_rest(tag)
     os._exit(0)
 
 
-def kill_tagged(tag: str) -> None:
-    """KILL to every process with this tag, until there is none: they may be forking."""
+def kill_rest(tag: str) -> None:
+    """KILL to every process with this tag and to all that descend from us, until there is none: they may be forking."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for _ in range(100):
-        pids = tagged(tag)
+        pids = {*tagged(tag), *descendants(os.getpid())}
         if not pids:
             return
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -109,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--patience", type=float, default=30.0, help="seconds from INT to KILL")
     parser.add_argument("command", nargs="+")
     words = parser.parse_args(argv)
-    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    tag = f"{words.run}/{words.role}/{node}/{os.environ.get('SLURM_PROCID', '0')}"
+    node, task = task_of_step(os.environ)
+    tag = f"{words.run}/{words.role}/{node}/{task}"
     sys.exit(keep(words.command, tag, words.on_stop, words.patience))
 
 

@@ -25,6 +25,28 @@ def tag_of(pid: int) -> str | None:
         return None
 
 
+def descendants(ancestor: int) -> list[int]:
+    """Ids of the living processes that descend from a process."""
+    children: dict[int, list[int]] = {}
+    for pid in _all_pids():
+        parent = _parent(pid)
+        if parent is not None:
+            children.setdefault(parent, []).append(pid)
+    found = list(children.get(ancestor, ()))
+    for pid in found:  # which grows on the way
+        found += children.get(pid, ())
+    return found
+
+
+def _parent(pid: int) -> int | None:
+    """None for a process that has ended, also when nobody has taken note of it yet."""
+    try:
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
+
+
 def _lies_below(tag: str | None, prefix: str) -> bool:
     return tag is not None and (tag == prefix or tag.startswith(f"{prefix}/"))
 

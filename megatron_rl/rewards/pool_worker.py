@@ -31,6 +31,7 @@ _PASSED_ON = (
     "VIRTUAL_ENV",
     "LD_LIBRARY_PATH",
     "SYSTEMROOT",
+    "MEGATRON_RL_TASK",  # by which a cluster finds what a verifier has started and left behind
 )
 
 

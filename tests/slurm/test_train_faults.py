@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 from pathlib import Path
 
@@ -100,9 +101,11 @@ def test_the_limit_of_the_partition_ends_in_a_checkpoint_and_the_queue(
 def test_a_killed_engine_is_replaced_a_hung_rank_is_dumped_and_cancelling_leaves_nothing(
     slurm: MiniSlurm, inputs: Path, tmp_path: Path
 ) -> None:
-    words = ("steps=100000", "cluster.progress_timeout_s=60", "reward.workers=1")
-    hook = 'reward.components=[{name: "tests.slurm.hooks:leaves_a_child", correctness: true}, {name: sorting_format}]'
-    run = submit_run(slurm, tmp_path / "run", inputs, *TINY, *words, hook)
+    words = ("steps=100000", "cluster.progress_timeout_s=90", "reward.workers=1")
+    seconds = secrets.randbelow(10**6) + 10**6  # by which its processes are told from those of others
+    hook = f'{{name: "tests.slurm.hooks:leaves_a_child", args: {{seconds: {seconds}}}, correctness: true}}'
+    words += (f"reward.components=[{hook}, {{name: sorting_format}}]",)
+    run = submit_run(slurm, tmp_path / "run", inputs, *TINY, *words)
     run.wait_for_checkpoint(1)
     run.send(signal.SIGKILL, "engines")
     log = run.logs / "attempt-1" / "engines-node3-0.log"
@@ -112,17 +115,17 @@ def test_a_killed_engine_is_replaced_a_hung_rank_is_dumped_and_cancelling_leaves
 
     run.send(signal.SIGSTOP, "trainer", rank=1)
     run.wait_for_attempt(2)
-    assert "no progress for 60 s (cluster.progress_timeout_s)" in run.attempts[0]["reason"]
+    assert "no progress for 90 s (cluster.progress_timeout_s)" in run.attempts[0]["reason"]
     for rank, node in enumerate(("node1", "node2")):
         (dump,) = (run.logs / "attempt-1").glob(f"stacks-trainer-{node}-{rank}-*.txt")
         assert "megatron_rl/train.py" in dump.read_text()
     (stopped,) = (run.logs / "attempt-1").glob("stacks-trainer-node2-1-*.txt")
     assert stopped.read_text().startswith("State:\tT")
 
-    run.job.wait_for(lambda: run.job.processes("sleep 54321"), PATIENCE_S, "a child that has left its session")
+    run.job.wait_for(lambda: sleepers(seconds), PATIENCE_S, "a child that has left its session")
     run.job.cancel()
     assert run.job.wait_for_end(timeout_s=PATIENCE_S) == "CANCELLED"
-    wait_until(lambda: not run.job.processes(), PATIENCE_S, "the end of all processes")
+    wait_until(lambda: not run.job.processes() and not sleepers(seconds), PATIENCE_S, "the end of all processes")
     assert run.job.restarts == 0
 
 
@@ -151,6 +154,17 @@ def test_lost_nodes_are_replaced_by_a_spare_and_then_done_without(
         slurm.resume("node2")
         slurm.start_node("node3")
         slurm.wait_for_node("node3", "IDLE")
+
+
+def sleepers(seconds: int) -> list[str]:
+    """Processes on this machine that sleep for so long."""
+    command = f"sleep\0{seconds}\0".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and (entry / "cmdline").read_bytes() == command:
+                found.append(entry.name)
+    return found
 
 
 def lose(slurm: MiniSlurm, node: str) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cluster.stacks import dump_stacks
-from megatron_rl.cluster.tags import tagged
+from megatron_rl.cluster.tags import descendants, tagged
 
 LEAVES = "import subprocess; subprocess.run('setsid sleep 600 & true', shell=True, start_new_session=True)\n"
+LEAVES_UNNAMED = LEAVES.replace("setsid", "setsid env -i")
 ON = "print('on', flush=True)\n"
 WAITS = LEAVES + ON + "import time; time.sleep(600)"
 SAVES = (
@@ -80,6 +81,17 @@ def test_a_killed_role_is_told_as_a_shell_would_and_its_children_end() -> None:
     (role,) = [pid for pid in tagged(task.run) if not command(pid).startswith("sleep")]
     os.kill(role, signal.SIGKILL)
     assert task.end() == 128 + signal.SIGKILL
+
+
+def test_a_child_without_parent_session_and_name_ends_too() -> None:
+    task = Task("import time\n" + LEAVES_UNNAMED + "print('on', flush=True); time.sleep(600)", "pass")
+    task.wait_until_on()
+    wait_until(lambda: len(descendants(task.keeper.pid)) == 2)
+    role, *left = sorted(descendants(task.keeper.pid), key=lambda pid: command(pid).startswith("sleep"))
+    assert [command(pid).startswith("sleep 600") for pid in left] == [True]
+    os.kill(role, signal.SIGKILL)
+    assert task.end() == 128 + signal.SIGKILL
+    wait_until(lambda: not Path(f"/proc/{left[0]}").exists())
 
 
 def test_nothing_survives_the_kill_of_the_keeper() -> None:
