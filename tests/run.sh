@@ -8,7 +8,8 @@ source "$here/../launch/lib.sh"
 
 usage() {
   cat <<'HELP'
-Usage: tests/run.sh [--fast | --all | --changed] [--no-lint] [--install-system] [pytest arguments ...]
+Usage: tests/run.sh [--fast | --all | --changed] [--no-lint] [--install-system] [--install-sglang]
+                    [pytest arguments ...]
 
   (no option)  the first tier: linters, types, import rules, then every test that is neither slow nor needs a GPU
   --fast       the unit tests only, without linters; for use while working
@@ -18,6 +19,8 @@ Usage: tests/run.sh [--fast | --all | --changed] [--no-lint] [--install-system] 
   --budget-minutes N
                with --changed: no slow test begins or runs on N minutes after the start of this script (36)
   --no-lint    tests only
+  --install-sglang
+               install a real SGLang for the CPU in .venv-sglang (2.5 GB), for the tests that otherwise skip without it
   --install-system
                first install what the tests of Slurm and MPI need, by apt-get (Debian, Ubuntu; as root or with sudo -n);
                a test that lacks it afterwards has failed. Without this option such tests are skipped
@@ -36,6 +39,7 @@ lint=yes
 slow_too=no
 budget=36
 system=no
+sglang=no
 arguments=()
 while (($#)); do
   case "$1" in
@@ -48,6 +52,7 @@ while (($#)); do
       ;;
     --no-lint) lint=no ;;
     --install-system) system=yes ;;
+    --install-sglang) sglang=yes ;;
     -h | --help)
       usage
       exit 0
@@ -119,6 +124,7 @@ esac
 if [[ -n "${CI:-}" ]]; then selection+=(--strict-skips); fi
 
 if [[ "$lint" == yes ]]; then lint_all; fi
+if [[ "$sglang" == yes ]]; then check "SGLang (installation)" "$MRL_ROOT/launch/install_sglang.sh" --cpu; fi
 began=$SECONDS
 check "pytest ($tier)" python -m pytest ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
 if [[ "$slow_too" == yes ]]; then
