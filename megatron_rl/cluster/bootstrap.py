@@ -12,6 +12,7 @@ since the alternative is a hang: one message names the variable, its value and t
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,11 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name == "SLURM_CONF" or not (name in TORCH_VARIABLES or name.startswith(ours))
     }
+
+
+def task_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Slurm's name of this node and the number of this task in its step; outside a step, the machine's name and 0."""
+    return environ.get("SLURMD_NODENAME", socket.gethostname()), int(environ.get("SLURM_PROCID", "0"))
 
 
 # ------------------------------------------------------------------------------------------- reading the environment

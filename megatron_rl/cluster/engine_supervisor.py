@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megatron_rl.config import Config
 
-from .bootstrap import child_environment
+from .bootstrap import child_environment, task_of_step
 from .ports import free_port
 from .processes import decode_exit, die_with_parent
 from .run_dir import RunDir
@@ -136,7 +136,7 @@ def supervise_node(cfg: Config, config: Path, per_node: int, host: str, logs: Pa
     Each logs to LOGS/engine-NODE-REPLICA.log and listens on `host`. What Slurm and MPI say about the step stays hidden
     from them: a server that starts ranks of its own would take itself for a rank of ours. Returns the exit code.
     """
-    task, span = int(os.environ["SLURM_PROCID"]), cfg.engine.nodes_per_replica
+    task, span = task_of_step(os.environ)[1], cfg.engine.nodes_per_replica
     first = task * per_node // span
     replicas = range(first, min(first + per_node, cfg.engine.replicas))
     return _supervise_replicas(cfg, config, replicas, host, child_environment(os.environ), logs, task % span)

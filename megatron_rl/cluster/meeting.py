@@ -58,7 +58,7 @@ class Meeting(Protocol):
 
 
 class ToldByTorchrun:
-    """MASTER_ADDR and MASTER_PORT are set, and torch.distributed reads them itself."""
+    """torchrun has set MASTER_ADDR and MASTER_PORT, and torch.distributed reads them itself."""
 
     def meet(self, serve: Serve[S], connect: Connect[S], timeout_s: float) -> S | None:
         return None

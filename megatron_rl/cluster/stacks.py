@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .bootstrap import task_of_step
 from .tags import tag_of, tagged
 
 DEADLINE_S = 30.0
@@ -22,7 +22,7 @@ DEADLINE_S = 30.0
 
 def dump_stacks(run: str, folder: Path) -> list[Path]:
     """Write FOLDER/stacks-ROLE-NODE-RANK-PID.txt for every process of attempt `run` on this node."""
-    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    node, _ = task_of_step(os.environ)
     mine = [(pid, tag.split("/")) for pid in tagged(run) if (tag := tag_of(pid)) and tag.split("/")[-2] == node]
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(lambda found: _dump(found[0], found[1], folder), mine))

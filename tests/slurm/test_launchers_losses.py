@@ -27,14 +27,14 @@ run() { # DIRECTORY COMMAND: controller and engine here, the ranks by COMMAND
   "$PYTHON" -m megatron_rl.cli serve --config "$1/config.yaml" --replica 0 &>"$1/logs/engine" & others+=($!)
   "$PYTHON" -m megatron_rl.cli rollout --config "$1/config.yaml" &>"$1/logs/controller" & others+=($!)
   bash -c "$2" &>"$1/logs/trainer" || echo "$2: exit $?"
-  kill "${others[@]}"; wait "${others[@]}"
+  kill -KILL "${others[@]}"; wait "${others[@]}"
 }
 """
 
 
 def prepare(folder: Path, inputs: Path) -> None:
     words = [f"run_dir={folder}", f"vars.inputs={inputs}", f"steps={STEPS}", f"sft.max_steps={STEPS}"]
-    words += ["parallel.data_parallel_size=2", "checkpoint.every=0"]
+    words += ["parallel.tensor_model_parallel_size=2", "parallel.data_parallel_size=1", "checkpoint.every=0"]
     run = RunDir(folder)
     run.prepare(resume=False)
     cfg = load_config(QUICKSTART, [*(word for word in TINY if word != "sft.data=null"), *words])

@@ -6,8 +6,12 @@ matters; `tests/slurm/test_bootstrap.py` starts the same ranks for real.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import megatron_rl
 from megatron_rl.cluster.bootstrap import BootstrapError, Started, child_environment, started
 
 BATCH = {
@@ -109,3 +113,12 @@ def test_a_child_takes_itself_for_no_rank(environ: dict[str, str]) -> None:
     with pytest.raises(BootstrapError, match="not started as a rank"):
         started(child)
     assert {name for name in child if name.startswith(("SLURM", "PMI", "OMPI", "MPI_LOCAL"))} == {"SLURM_CONF"}
+
+
+def test_nothing_else_reads_the_variables_of_a_rank() -> None:
+    package = Path(megatron_rl.__file__).parent
+    names = re.compile(
+        r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+|SLURMD_NODENAME|SLURM_(PROCID|LOCALID|NTASKS|STEP_\w+)|PMIX?_|OMPI_)"""
+    )
+    readers = {path.name for path in package.rglob("*.py") if names.search(path.read_text("utf-8"))}
+    assert readers == {"bootstrap.py", "local.py"}  # which sets them
