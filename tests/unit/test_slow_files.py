@@ -29,9 +29,15 @@ def test_without_history_all_run_and_the_cheapest_come_first() -> None:
     assert chosen(None) == ["tests/parallel/test_layouts.py", "tests/e2e/test_kill.py"]
 
 
+def test_a_file_that_was_never_measured_waits_for_that() -> None:
+    (choice,) = choose(["tests/e2e/test_new.py"], None, COSTS)
+    assert not choice.runs
+    assert "was never measured" in choice.reason
+
+
 def test_what_fetches_something_runs_when_asked_only() -> None:
     for fetching in (False, True):
-        choices = choose(slow_files.FETCHES, None, COSTS, fetching)
+        choices = choose(slow_files.FETCHES, None, dict.fromkeys(slow_files.FETCHES, 9.0), fetching)
         assert [choice.runs for choice in choices] == [fetching] * len(slow_files.FETCHES)
 
 
