@@ -7,17 +7,19 @@ most of the time, so that one job carries several faults.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.audit import audit_run
-from tests.e2e.live import rows
 from tests.e2e.runs import make_inputs
 
+from .jobs import submit
 from .minislurm import MiniSlurm
-from .train_jobs import PATIENCE_S, TINY, submit_run
+from .train_jobs import PATIENCE_S, ROOT, TINY, assert_books_whole, submit_run
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -25,12 +27,6 @@ pytestmark = pytest.mark.timeout(1500)
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=16, eval_prompts=8, sft_prompts=64)
-
-
-def assert_whole(folder: Path, steps: int) -> None:
-    """Every step stands once in the metrics, and no prompt is lost or doubled."""
-    assert [row["step"] for row in rows(folder) if "policy/loss" in row] == list(range(1, steps + 1))
-    assert audit_run(folder).problems == []
 
 
 def test_a_killed_rank_is_restarted_in_the_job_and_term_saves_requeues_and_resumes(
@@ -52,7 +48,8 @@ def test_a_killed_rank_is_restarted_in_the_job_and_term_saves_requeues_and_resum
     assert (first["verdict"], second["verdict"], third["verdict"]) == ("failed", "stopped by a signal", "complete")
     assert third["from"] is not None
     assert third["from"] >= second["from"] >= "step-000001" > str(first["from"] or "")
-    assert_whole(folder, 4)
+    assert run.steps == [1, 2, 3, 4]
+    assert_books_whole(run)
     assert json.loads((folder / "result.json").read_text())["steps"] == 4
 
 
@@ -67,3 +64,23 @@ def test_an_allocation_that_does_not_fit_is_refused_in_one_message(
     assert "needs 4 nodes (= 2 trainer, 1 engines + 1 spare)" in line
     assert "--nodes=4" in line
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("place", ["MEGATRON_RL_ENV", "PATH", ".venv of the checkout"])
+def test_the_script_finds_the_environment_wherever_it_lies_and_passes_words_on_whole(
+    slurm: MiniSlurm, tmp_path: Path, place: str
+) -> None:
+    checkout = tmp_path / "a check out"
+    prefix = checkout / ".venv" if place.startswith(".venv") else tmp_path / "an environment"
+    command = prefix / "bin" / "megatron-rl"
+    for folder in (checkout / "launch", command.parent):
+        folder.mkdir(parents=True)
+    command.write_text('#!/bin/bash\nprintf "<%s>" "$0" "$@"\n')
+    command.chmod(0o755)
+    script = shutil.copy(ROOT / "launch" / "train.sbatch", checkout / "launch")
+    path = os.environ["PATH"].replace(f"{sys.prefix}/bin", "")
+    env = {"PATH": f"{command.parent}:{path}" if place == "PATH" else path}
+    env |= {"MEGATRON_RL_ENV": str(prefix)} if place == "MEGATRON_RL_ENV" else {}
+    job = submit(slurm, Path(script), "my run.yaml", "name=a b", env=env, directory=tmp_path)
+    assert job.wait_for_end(timeout_s=PATIENCE_S) == "COMPLETED", job.describe()
+    assert job.output() == f"<{command}><slurm><my run.yaml><name=a b>"

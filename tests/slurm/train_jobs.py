@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.audit import audit_run
 from megatron_rl.cluster.tags import tag_of
 from tests.e2e.live import rows
 
@@ -96,6 +97,12 @@ class TrainJob:
         """A signal to a trainer rank, an engine or the controller itself, not to what watches over it."""
         command = {"trainer": "megatron_rl.train", "engines": "--unsupervised", "controller": "rollout"}[role]
         os.kill(self.pids(role, command)[rank], number)
+
+
+def assert_books_whole(run: TrainJob) -> None:
+    """Steps follow each other without a gap or a double, and so do the prompts."""
+    assert run.steps == list(range(1, len(run.steps) + 1))
+    assert audit_run(run.folder).problems == []
 
 
 def submit_run(
