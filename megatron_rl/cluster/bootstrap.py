@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .meeting import InRunDir, Meeting, ThroughMpi, ToldByTorchrun
-from .nodelist import expand
+from .nodelist import NodelistError, expand
 
 log = logging.getLogger(__name__)
 
@@ -173,13 +173,13 @@ def _slurm_step(environ: Mapping[str, str]) -> Started:
     """The step that srun made. Refuses what sbatch inherited from a step in which it was called."""
     world, tasks = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_NTASKS")
     rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
-    node, nodes = environ.get("SLURMD_NODENAME"), environ.get("SLURM_STEP_NODELIST", "")
+    node, nodes = environ.get("SLURMD_NODENAME"), environ.get("SLURM_STEP_NODELIST", "(unset)")
     contradiction = ""
     if world != tasks:
         contradiction = f"SLURM_NTASKS={tasks} but SLURM_STEP_NUM_TASKS={world}"
     elif rank >= world:
         contradiction = f"SLURM_PROCID={rank} but SLURM_STEP_NUM_TASKS={world}"
-    elif node is not None and node not in expand(nodes):
+    elif node is not None and node not in _names(nodes):
         contradiction = f"SLURMD_NODENAME={node} is not in SLURM_STEP_NODELIST={nodes}"
     if contradiction:
         raise BootstrapError(
@@ -187,8 +187,15 @@ def _slurm_step(environ: Mapping[str, str]) -> Started:
             f"from inside a step. In the script, write: {SRUN}; and submit with: env -u SLURM_STEP_ID sbatch ..."
         )
     restart = environ.get("SLURM_RESTART_COUNT", "0")
-    key = f"{environ.get('SLURM_JOB_ID', 'job')}.{environ['SLURM_STEP_ID']}.{restart}"
+    key = f"{_number(environ, 'SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}.{restart}"
     return Started("srun", rank, world, local_rank, key)
+
+
+def _names(nodelist: str) -> list[str]:
+    try:
+        return expand(nodelist)
+    except NodelistError as error:
+        raise BootstrapError(f"SLURM_STEP_NODELIST: {error}; do not change it between srun and this process") from error
 
 
 def _mpi_launch(environ: Mapping[str, str], step: Started | None) -> Started | None:

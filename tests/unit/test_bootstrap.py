@@ -84,6 +84,7 @@ NESTED = BATCH | {
         pytest.param(BATCH | {**STEP, "SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8", "SLURM_STEP_NUM_TASKS=4"], id="tasks"),
         pytest.param(STEP | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"], id="rank too high"),
         pytest.param(STEP | {"SLURM_STEP_NUM_TASKS": "x"}, ["SLURM_STEP_NUM_TASKS=x", "whole number"], id="no number"),
+        pytest.param(STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"], id="no nodelist"),
         pytest.param({"SLURM_STEP_ID": "0"}, ["SLURM_STEP_NUM_TASKS=(unset)"], id="half a step"),
         pytest.param({"RANK": "0"}, ["RANK=0", "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"], id="half of torch"),
         pytest.param(LOCAL | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"], id="torch rank too high"),
