@@ -5,6 +5,7 @@ Each check is a small function that yields complaints; `check` collects them, so
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def check(cfg: Config) -> HfConfig:
         _batch(cfg),
         _files(cfg),
         _advantages(cfg),
+        _loss(cfg),
         _watched(cfg),
     )
     problems = [problem for found in checks for problem in found]
@@ -167,6 +169,21 @@ def _advantages(cfg: Config) -> Iterator[str]:
         yield f"algorithm.std=none has no meaning with advantage={a.advantage}; leave it out"
     if not a.shift_mean and not a.advantage.startswith("reinforce_pp"):
         yield f"algorithm.shift_mean=false has no meaning with advantage={a.advantage}; leave it out"
+
+
+def _loss(cfg: Config) -> Iterator[str]:
+    if cfg.loss.logprob_backend != "te":
+        return
+    if cfg.algorithm.entropy_coef:
+        yield (
+            f"loss.logprob_backend=te computes no entropy, but algorithm.entropy_coef={cfg.algorithm.entropy_coef}; "
+            "use loss.logprob_backend=auto"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "loss.logprob_backend=te needs Transformer Engine, which is not installed here; "
+            "install it, or use loss.logprob_backend=auto"
+        )
 
 
 def _watched(cfg: Config) -> Iterator[str]:

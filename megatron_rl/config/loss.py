@@ -16,4 +16,5 @@ class LossConfig(Section):
     """Tokens whose logits exist at a time, in fp32 (on tensor-parallel ranks: of two chunks). Fewer save memory, but
     below some 2048 the matrix products of a GPU get slower, since every chunk reads the output weight again."""
     logprob_backend: Literal["auto", "te"] = "auto"
-    """Log-probs by the kernels of this project, or by Transformer Engine's parallel cross entropy (no entropy)."""
+    """Log-probs of the loss by this project's own kernels, or by Transformer Engine's parallel cross entropy, which has
+    no entropy: neither its bonus nor its metric."""

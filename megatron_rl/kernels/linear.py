@@ -7,7 +7,7 @@ the logits' own memory; how is in `linear_pass`. Which loss it is, an `objective
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from .checks import check_ids, check_rows, live_inverse
 from .chunks import cut
 from .linear_pass import LinearPass, LiveRows, Objective
 from .shard import Shard
+from .te_pass import TePass
 from .vocab_rows import compute_dtype
 
 
@@ -51,6 +52,7 @@ def linear_policy_loss(
     with_entropy: bool = False,
     sequence_parallel: bool = False,
     main_grad: Tensor | None = None,
+    logprob_backend: Literal["auto", "te"] = "auto",
 ) -> LinearLossOutput:
     """`objective` of the log-probs of `softmax(hidden weight^T / temperature)`, without logits of all tokens.
 
@@ -79,9 +81,11 @@ def linear_policy_loss(
         sequence_parallel: hidden is split over the group by rows.
         main_grad: [W, H] float32; the weight's gradient is ADDED here, in forward, instead of being returned in
             backward. The loss must then enter backward with gradient 1: anything else gives NaN.
+        logprob_backend: `te` uses Transformer Engine's parallel cross entropy (CUDA only, no entropy).
 
     Raises:
-        ValueError: shapes disagree, an id lies outside the vocabulary, or a temperature is not positive.
+        ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive, or an entropy is
+            asked of `te`.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
     rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel, chunk_tokens)
@@ -90,8 +94,11 @@ def linear_policy_loss(
             f"main_grad {main_grad.dtype} {tuple(main_grad.shape)}: expected {compute_dtype(weight)} "
             f"{tuple(weight.shape)}, the shape of weight"
         )
+    if logprob_backend == "te" and with_entropy:
+        raise ValueError("logprob_backend='te' has no entropy: ask for none, or use 'auto'")
     chunks = cut(rows.index, target.shape[0], chunk_tokens, sequence_starts, equal_cuts)
-    found = _LinearPolicyLoss.apply(hidden, weight, rows, chunks, objective, with_entropy, main_grad)
+    kind = TePass if logprob_backend == "te" else LinearPass
+    found = _LinearPolicyLoss.apply(hidden, weight, rows, chunks, objective, with_entropy, main_grad, kind)
     return LinearLossOutput(*found)
 
 
@@ -142,8 +149,9 @@ class _LinearPolicyLoss(Function):
         objective: Objective,
         with_entropy: bool,
         main_grad: Tensor | None,
+        kind: type[LinearPass],
     ) -> tuple[Tensor | None, ...]:
-        run = LinearPass(rows, hidden, objective, with_entropy, ctx.needs_input_grad[:2], main_grad)
+        run = kind(rows, hidden, objective, with_entropy, ctx.needs_input_grad[:2], main_grad)
         for pieces in chunks:
             if len(pieces) == 1:
                 run.add(pieces[0])
@@ -163,7 +171,7 @@ class _LinearPolicyLoss(Function):
             grad, d_weight = torch.where(grad == 1, grad, torch.nan), None
         d_hidden = None if d_hidden is None else d_hidden * grad
         d_weight = None if d_weight is None else (d_weight * grad).to(weight_dtype)
-        return (d_hidden, d_weight) + (None,) * 5
+        return (d_hidden, d_weight) + (None,) * 6
 
 
 def _live_rows(

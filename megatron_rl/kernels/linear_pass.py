@@ -134,11 +134,12 @@ class LinearPass:
         stats = torch.cat(parts, 1)
         merged = backend.combine(self._live.shard.gather(stats)(), self._live.shard.rank)
         first = pieces[0][0]
-        found = self._evaluate(slice(first, pieces[-1][1]), merged)
+        found = self._evaluate(slice(first, pieces[-1][1]), merged.log_prob, merged.entropy)
         for piece in pieces:
-            hidden, rows = self._logits(slice(*piece))
             part = slice(piece[0] - first, piece[1] - first)
-            self._backpropagate(slice(*piece), hidden, rows, stats[0], None, merged, found, part)
+            if self._acts(found, part):
+                hidden, rows = self._logits(slice(*piece))
+                self._backpropagate(slice(*piece), hidden, rows, stats[0], None, merged, found, part)
 
     def finish(self) -> None:
         """Complete the last chunk and start the sum of hidden gradients over ranks."""
@@ -172,18 +173,23 @@ class LinearPass:
         if begun is None:
             return
         merged = backend.combine(begun.gathered(), self._live.shard.rank)
-        found = self._evaluate(begun.piece, merged)
-        self._backpropagate(begun.piece, begun.hidden, begun.rows, begun.maximum, begun.kept, merged, found)
+        found = self._evaluate(begun.piece, merged.log_prob, merged.entropy)
+        if self._acts(found, slice(None)):
+            self._backpropagate(begun.piece, begun.hidden, begun.rows, begun.maximum, begun.kept, merged, found)
 
-    def _evaluate(self, piece: slice, merged: Merged) -> PolicyLossOutput:
+    def _evaluate(self, piece: slice, log_probs: Tensor, entropy: Tensor) -> PolicyLossOutput:
         index = self._live.index[piece]
-        found = self._objective(index, merged.log_prob, merged.entropy if self._with_entropy else None)
+        found = self._objective(index, log_probs, entropy if self._with_entropy else None)
         self.loss += found.loss
-        self.log_probs[index] = merged.log_prob
+        self.log_probs[index] = log_probs
         self.flags[index] = found.flags
         if self.entropy is not None:
-            self.entropy[index] = merged.entropy
+            self.entropy[index] = entropy
         return found
+
+    def _acts(self, found: PolicyLossOutput, part: slice) -> bool:
+        """Whether some row of `part` has a gradient, and somebody wants it."""
+        return self._needs_gradient and bool(_acting(found, part).any())
 
     def _backpropagate(
         self,
@@ -197,27 +203,31 @@ class LinearPass:
         part: slice = slice(None),
     ) -> None:
         """Gradients of the live rows `piece`, which are `part` of the statistics; logits become their gradient."""
-        d_log_probs = found.d_log_probs[part]
         d_entropy = None if found.d_entropy is None else found.d_entropy[part]
-        acts = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
-        acting = acts.nonzero().squeeze(1)
-        if not self._needs_gradient or acting.numel() == 0:
-            return
         d = backend.logits_gradient(
             rows,
             maximum=maximum[part],
             log_norm=merged.log_norm[part],
             kept=kept,
-            grad=d_log_probs,
+            grad=found.d_log_probs[part],
             entropy=merged.entropy[part],
             entropy_grad=d_entropy,
             out=gradient_memory(rows.logits, hidden.dtype),
         )
-        index = self._live.index[piece]
-        if 2 * acting.numel() <= d.shape[0]:  # worth a copy: products over the other rows would add zeros
-            d, hidden, index = d[acting], hidden[acting], index[acting]
-        weight = self._live.used_weight
+        self._accumulate(piece, hidden, d, _acting(found, part))
+
+    def _accumulate(self, piece: slice, hidden: Tensor, d: Tensor, acting: Tensor) -> None:
+        """The products with d [k, *], the gradient of the logits of `piece`, 0 where not `acting` [k]."""
+        index, rows = self._live.index[piece], acting.nonzero().squeeze(1)
+        if 2 * rows.numel() <= d.shape[0]:  # worth a copy: products over the other rows would add zeros
+            d, hidden, index = d[rows], hidden[rows], index[rows]
+        weight = self._live.weight[: d.shape[1]]
         if self._d_hidden is not None:
             self._d_hidden[index] = hidden_gradient(d, weight)
         if self._d_weight is not None:
-            add_weight_gradient(self._d_weight[: weight.shape[0]], d, hidden)
+            add_weight_gradient(self._d_weight[: d.shape[1]], d, hidden)
+
+
+def _acting(found: PolicyLossOutput, part: slice) -> Tensor:
+    acting = found.d_log_probs[part] != 0
+    return acting if found.d_entropy is None else acting | (found.d_entropy[part] != 0)

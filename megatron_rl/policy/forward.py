@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class Projection:
     """Each of them has a part of the rows of the hidden states."""
     chunk_tokens: int = 4096
     """Tokens whose logits exist at a time."""
+    logprob_backend: Literal["auto", "te"] = "auto"
+    """Of the loss; forward passes always use our own kernels. `te` has no entropy."""
 
     def options(self, microbatch: MicroBatch) -> dict[str, Any]:
         """Keywords of the operators of `kernels`."""
@@ -96,7 +98,9 @@ class LossHead:
             objective=partial(self._objective, microbatch, sequences),
             sequence_starts=microbatch.sequence_starts if self.spec.needs_sequences else None,
             equal_cuts=self.sum_over_context is not None,
-            with_entropy=self.with_entropy or bool(self.spec.entropy_coef),
+            with_entropy=bool(self.spec.entropy_coef)
+            or (self.with_entropy and self.projection.logprob_backend != "te"),
+            logprob_backend=self.projection.logprob_backend,
             main_grad=_main_grad(weight),
             **self.projection.options(microbatch),
         )

@@ -88,6 +88,7 @@ class Policy:
             parallel_state.get_tensor_model_parallel_group(),
             cfg.parallel.sequence_parallel,
             cfg.loss.chunk_tokens,
+            cfg.loss.logprob_backend,
         )
         self._wrapped = wrap_for_gradients(self.chunks, cfg.parallel.use_distributed_optimizer)
         for chunk in self.chunks:

@@ -133,6 +133,12 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
         ({"data__prompts": "/nowhere.jsonl"}, "data.prompts='/nowhere.jsonl': no such file"),
         ({"eval": {"ks": [1, 4], "samples_per_prompt": 2}}, "must lie in 1 .. samples_per_prompt=2"),
         ({"model__path": "/nowhere"}, "give a Hugging Face directory"),
+        ({"loss__chunk_tokens": 0}, "loss.chunk_tokens=0"),
+        ({"loss__logprob_backend": "te"}, "needs Transformer Engine, which is not installed here"),
+        (
+            {"loss__logprob_backend": "te", "algorithm__entropy_coef": 0.01},
+            "te computes no entropy, but algorithm.entropy_coef=0.01; use loss.logprob_backend=auto",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_message(

@@ -1,0 +1,63 @@
+"""The pass over chunks with log-probs by Transformer Engine's parallel cross entropy instead of kernels of our own.
+
+It has no entropy and no notion of padding or temperature: padding columns get -inf, rows are scaled before and their
+gradient after. All ranks of its group must hold equally many columns, so padding takes part in the products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .chunks import Piece
+from .linear_pass import LinearPass
+from .matmul import make_logits
+from .token_loss import PolicyLossOutput
+
+
+class TePass(LinearPass):
+    """One chunk after the other: its gather cannot be awaited later."""
+
+    def add(self, piece: Piece) -> None:
+        """A chunk that fits into memory as a whole."""
+        where = slice(*piece)
+        leaf, nll, hidden = self._nll(where)
+        log_probs = -nll.detach()
+        self._backward(where, leaf, nll, hidden, self._evaluate(where, log_probs, log_probs), slice(None))
+
+    def add_long(self, pieces: list[Piece]) -> None:
+        """A sequence of several pieces: log-probs of all, then the objective, then each one's logits again."""
+        log_probs = torch.cat([-self._nll(slice(*piece))[1].detach() for piece in pieces])
+        first = pieces[0][0]
+        found = self._evaluate(slice(first, pieces[-1][1]), log_probs, log_probs)
+        for piece in pieces:
+            where = slice(*piece)
+            self._backward(where, *self._nll(where), found, slice(piece[0] - first, piece[1] - first))
+
+    def _nll(self, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [k, W], a leaf; the negative log-probs [k] made of them; the hidden states [k, H]."""
+        from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+        live = self._live
+        hidden = self._hidden.index_select(0, live.index[piece])
+        leaf = make_logits(hidden, live.weight)
+        if live.inverse_temperature is not None:
+            leaf *= live.inverse_temperature[piece]
+        leaf[:, live.shard.valid :] = -torch.inf
+        group = live.shard.group if live.shard.size > 1 else None
+        target = live.target[piece] + live.shard.start
+        with torch.enable_grad():
+            leaf.requires_grad_(self._needs_gradient)
+            nll = parallel_cross_entropy(leaf[None], target[None], 0.0, False, group)[0]
+        return leaf, nll, hidden
+
+    def _backward(
+        self, piece: slice, leaf: Tensor, nll: Tensor, hidden: Tensor, found: PolicyLossOutput, part: slice
+    ) -> None:
+        if not self._acts(found, part):
+            return
+        d_log_probs = found.d_log_probs[part]
+        (d,) = torch.autograd.grad(nll, leaf, -d_log_probs)
+        if self._live.inverse_temperature is not None:
+            d = d * self._live.inverse_temperature[piece]
+        self._accumulate(piece, hidden, d.to(hidden.dtype) if d.is_cuda else d, d_log_probs != 0)
