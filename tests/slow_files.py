@@ -4,9 +4,9 @@
     python -m tests.slow_files --list                                    which files, and why
     python -m tests.slow_files --measure [FILE ...]                      refresh tests/slow_seconds.json
 
-A file that was never measured, which it is by passing once, is left out. A file is begun only if what it took when it was measured still fits; the measured times are stretched by how much
-slower than then the first tier was. A file that has not ended when the time is up is stopped, which is no failure: what
-was left out, and why, is the last thing printed.
+A file that was never measured, which it is by passing once, is left out. Any other is begun only if what it took then
+still fits; the measured times are stretched by how much slower than then the first tier was. A file that has not ended
+when the time is up is stopped, which is no failure: what was left out, and why, is the last thing printed.
 """
 
 from __future__ import annotations
