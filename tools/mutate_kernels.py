@@ -127,7 +127,8 @@ def serve(names: Sequence[str], compiled: bool, processes: int) -> None:
     """Run the tasks of one server; a JSON line for each."""
     for name in ("torch", "pytest", "hypothesis", "triton.runtime.interpreter"):
         importlib.import_module(name)  # once, for all children
-    waiting, running = tasks(names, compiled), {}
+    waiting = tasks(names, compiled)
+    running: dict[int, tuple[Task, Path, float]] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         while waiting or running:
             while waiting and len(running) < processes:
