@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"preset": "reinforce_pp", "loss": "sapo"},
     "ema": {"preset": "grpo", "ema_baseline": 0.1, "loss": "gmpo", "kl_estimator": "k2"},
     "opmd": {"preset": "dr_grpo", "loss": "opmd", "loss_args.tau": 0.1},
+    "a loss of one's own": {"loss": "tests.unit.loss_hooks:centred", "loss_args.scale": 0.5},
 }
 
 LAYOUTS = {"rloo": ("parallel.tensor_model_parallel_size=1", "parallel.data_parallel_size=2")}
