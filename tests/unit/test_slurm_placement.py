@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_rl.cluster.slurm.placement import NodeShape, Placement, need, place, plan_rows, require_allocation
-from megatron_rl.config import Config, ConfigError, validate
+from megatron_rl.config import Config, ConfigError, load_config, validate
 
+ROOT = Path(__file__).resolve().parents[2]
 GPU_NODE = NodeShape(cpus=96, gpus=8)
 
 
@@ -96,6 +99,18 @@ def test_an_allocation_of_another_size_is_refused_with_the_number_to_ask_for(cou
 def test_a_plan_says_how_to_ask_for_the_nodes() -> None:
     cfg = configuration({"spare_nodes": 1}, parallel={"data_parallel_size": 16})
     assert plan_rows(cfg, 96, 8)[-1][1] == "sbatch --nodes=4 --gpus-per-node=8 launch/train.sbatch ..."
+
+
+def test_the_profile_for_gpu_nodes_can_be_extended(tmp_path: Path) -> None:
+    mine = {"extends": str(ROOT / "configs" / "h100.yaml"), "run_dir": "r", "model": {"path": "m"}}
+    mine |= {"data": {"prompts": "p"}, "reward": {"components": [{"name": "math"}]}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    rows = plan_rows(load_config(tmp_path / "mine.yaml"), cpus=96, gpus=8)
+    assert [(role, len(nodes.split(","))) for role, nodes, _ in rows[:3]] == [
+        ("trainer", 2),
+        ("controller", 1),
+        ("engines", 2),
+    ]
 
 
 def test_engines_are_given_up_before_copies_of_the_model() -> None:
