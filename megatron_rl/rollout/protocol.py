@@ -69,7 +69,14 @@ class Generation:
 
 
 def generate_request(prompts: Sequence[Prompt], settings: SamplingSettings) -> bytes:
-    """Body of one batched POST /generate; answers come back in the order of `prompts`."""
+    """Body of one batched POST /generate; answers come back in the order of `prompts`.
+
+    Raises:
+        EngineError: a prompt has no tokens, which would end a real SGLang.
+    """
+    empty = next((p.rid for p in prompts if len(p.tokens) == 0), None)
+    if empty is not None:
+        raise EngineError(f"{empty} has no prompt tokens; is the chat template of the model empty?")
     shared = {
         "temperature": settings.temperature,
         "max_new_tokens": settings.max_new_tokens,

@@ -82,6 +82,12 @@ def running_server(request: pytest.FixtureRequest) -> Server:
     return wait_until_ready(next(server for server in servers if server.kind == request.param))
 
 
+@pytest.fixture(scope="session")
+def embedded_server(_servers: list[Server]) -> Server:
+    """The embedded engine, for what only it does."""
+    return wait_until_ready(_servers[0])
+
+
 @pytest.fixture
 def server(running_server: Server) -> Iterator[Server]:
     """The server, idle, unpaused and on model a as version w0 before and after each test."""

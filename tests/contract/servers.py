@@ -188,7 +188,11 @@ def launch_sglang(folder: Path, model: Path, other_model: Path, max_running_requ
         "max_running_requests": max_running_requests,
         "context_length": context - SPARE_TOKENS,
         "ready_timeout_s": START_TIMEOUT_S,
-        "extra_args": ["--weight-version", "w0", "--max-total-tokens", str(4 * context)],
+        # Its load is told anew after every step, not after 15: the tests wait for numbers of tokens.
+        "extra_args": [
+            *("--weight-version", "w0", "--max-total-tokens", str(4 * context)),
+            *("--load-snapshot-publish-interval", "1"),
+        ],
     }
     run = RunDir(folder / "run")
     run.prepare(resume=False)

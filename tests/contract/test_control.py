@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,11 @@ def start_running(server: Server, count: int = 1, prefix: str = "long", **params
         f"{count} requests to run", lambda load: load["num_running_reqs"] == count and load["num_used_tokens"] >= enough
     )
     return futures
+
+
+def more_than(tokens: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether more tokens than that are in the cache."""
+    return lambda load: load["num_used_tokens"] > tokens
 
 
 def assert_partial(answer: dict[str, Any]) -> None:
@@ -60,14 +66,17 @@ def test_aborted_while_waiting_has_no_tokens(server: Server) -> None:
         assert_partial(future.result(60))
 
 
-def test_abort_by_prefix_leaves_others_running(server: Server) -> None:
-    group = server.generate_later([PROMPT] * 2, rid=["group-a", "group-b"], **LONG)
-    (other,) = [server.generate_later(PROMPT, rid="other-0.", max_new_tokens=3000, ignore_eos=True)]
+def test_abort_takes_a_live_id_and_ends_those_that_begin_with_it_too(server: Server) -> None:
+    group = server.generate_later([PROMPT] * 2, rid=["group-1", "group-12"], **LONG)
+    other = server.generate_later(PROMPT, rid="group-2.", **LONG)
     server.wait_for_load("all to run", lambda load: load["num_running_reqs"] == 3)
-    server.ok("/abort_request", {"rid": "group-"})
+    server.ok("/abort_request", {"rid": "group-"})  # the beginning of all, but no id itself
+    server.wait_for_load("ten more tokens", more_than(server.load()["num_used_tokens"] + 10))
+    assert not group.done()
+    server.ok("/abort_request", {"rid": "group-1"})
     assert [a["meta_info"]["finish_reason"]["type"] for a in group.result(60)] == ["abort"] * 2
     assert server.load()["num_running_reqs"] == 1
-    server.ok("/abort_request", {"rid": "other-0."})
+    server.ok("/abort_request", {"rid": "group-2."})
     assert other.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
 
 

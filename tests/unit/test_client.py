@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from megatron_rl.rollout.client import EngineClient, TransportError
-from megatron_rl.rollout.protocol import EngineError, GenerationAborted, Prompt, ProtocolError, SamplingSettings
+from megatron_rl.rollout.protocol import (
+    EngineError,
+    GenerationAborted,
+    Prompt,
+    ProtocolError,
+    SamplingSettings,
+    generate_request,
+)
 from megatron_rl.rollout.router import Gate, Router
 from megatron_rl.rollout.sample import sample_name
 from megatron_rl.rollout.session import error_text, raise_open_file_limit
@@ -141,6 +148,11 @@ def test_an_abort_by_the_engine_is_an_error_of_its_own():
     assert isinstance(outcome, GenerationAborted)
     assert "s000000000-001." in str(outcome)
     assert "Abort in waiting queue" in str(outcome)
+
+
+def test_a_prompt_without_tokens_is_never_sent():
+    with pytest.raises(EngineError, match=r"s000000007-000\. has no prompt tokens"):
+        generate_request([*group(), Prompt(sample_name(7, 0), np.array([], np.int64), seed=0)], SETTINGS)
 
 
 @pytest.mark.parametrize("failure", [says(503), says(502), resets()])
