@@ -21,11 +21,11 @@ def run_tool(name: str, *words: str, timeout: float = 300) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["bench_step.py", "bench_engine.py"])
+@pytest.mark.parametrize("name", ["bench_step.py", "bench_engine.py", "bench_loss.py"])
 def test_help_says_what_is_compared(name: str) -> None:
     said = run_tool(name, "--help")
     assert "--runs" in said
-    assert re.search("TRL's GRPOTrainer|transformers.generate", said)
+    assert re.search("TRL's GRPOTrainer|transformers.generate|naive PyTorch", said)
 
 
 def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
@@ -37,6 +37,19 @@ def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
         assert load in said
     assert len(re.findall(r"ours / transformers \d+\.\d\d", said)) == 4  # by time and by CPU time
     assert "load average" in said
+
+
+def test_loss_benchmark_compares_every_operator_in_time_and_memory() -> None:
+    """torch.compile would take half a minute of compiling."""
+    words = ["--device", "cpu", "--shapes", "512,4096,16", "--runs", "1", "--sides", "ours", "naive", "Mega", "three"]
+    said = run_tool("bench_loss.py", *words)
+    for title in ("logits: T 512, V 4096, entropy as a metric", "linear: T 512", "as a bonus", "forward: T 512"):
+        assert title in said
+    ratio = r"ours / naive PyTorch: time \d+\.\d\d, CPU time \d+\.\d\d, memory \d+\.\d\d"
+    assert len(re.findall(ratio, said)) == 5  # two operators with the entropy as metric and bonus, one without
+    assert re.search(r"ours +\d.* ms +CPU .* peak +\d+ MiB .* GB/s, +\d+% of a copy", said)
+    assert "ours / three bare products" in said
+    assert "Megatron-Core (no entropy): left out: has no entropy" in said
 
 
 @pytest.mark.timeout(1600)
