@@ -3,11 +3,11 @@
     srun -> keeper -> role (its environment holds TAG) -> whatever it starts
              '- guard (on its own): waits for the keeper's end, then does the same cleaning
 
-Waits for: the role's end, without a deadline. TERM and USR2 that Slurm sends to the step:
+Waits for: the role's end, without a deadline. What a signal to the step means:
 
-    --on-stop pass    both are passed on: a trainer rank saves and leaves                                   (trainer)
-    --on-stop end     TERM is left alone, since the trainer still needs this role to save;   (controller, engines)
-                      USR2, which only the batch script sends here, ends the role: INT, then KILL
+    --on-stop pass    TERM and USR2 are passed on: a trainer rank saves and leaves                         (trainer)
+    --on-stop end     TERM and USR2 are left alone, since the trainer still needs this role    (controller, engines)
+                      to save; USR1, which only the batch script sends here, ends the role: INT, then KILL
 
 Where Slurm tracks processes by parenthood, a child that called setsid and lost its parent is out of its reach. So the
 keeper is the parent of all that lose theirs: Slurm finds them below it, and at the end it kills them itself. When the
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import subprocess
@@ -31,7 +30,7 @@ from .bootstrap import task_of_step
 from .tags import TAG, descendants, tagged
 
 PR_SET_CHILD_SUBREAPER = 36
-PASSED = (signal.SIGTERM, signal.SIGUSR2)
+STOP, END = (signal.SIGTERM, signal.SIGUSR2), signal.SIGUSR1
 
 
 def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
@@ -47,17 +46,22 @@ def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
         else:
             early.append(number)
 
-    for number in PASSED:
+    for number in (*STOP, END):
         signal.signal(number, receive)
-    # What srun passes on reaches every process of the step. Who does not end by USR2 itself must not die of it either.
-    ignore = None if on_stop == "pass" else functools.partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN)
-    child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL, preexec_fn=ignore)
+    # Such a signal reaches every process of the step. Those for whom it is left alone must not die of it either.
+    prepare = None if on_stop == "pass" else _ignore_user_signals
+    child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL, preexec_fn=prepare)
     role.append(child.pid)
     for missed in early:
         _react(child.pid, missed, on_stop, patience_s)
     code = _wait(child)
     kill_rest(tag)
     return code if code >= 0 else 128 - code
+
+
+def _ignore_user_signals() -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
@@ -71,9 +75,9 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 def _react(role: int, number: int, on_stop: str, patience_s: float) -> None:
     with contextlib.suppress(ProcessLookupError):
-        if on_stop == "pass":
+        if on_stop == "pass" and number in STOP:
             os.kill(role, number)
-        elif number == signal.SIGUSR2:
+        elif on_stop == "end" and number == END:
             os.kill(role, signal.SIGINT)
             signal.signal(signal.SIGALRM, lambda *_: os.kill(role, signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, patience_s)
@@ -91,7 +95,7 @@ def start_guard(tag: str) -> None:
     if os.fork():
         os._exit(0)
     os.close(writer)
-    for number in (*PASSED, signal.SIGINT, signal.SIGHUP):
+    for number in (*STOP, END, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # else Slurm waits for the end of the task's output

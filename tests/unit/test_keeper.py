@@ -65,13 +65,15 @@ def test_a_rank_gets_the_signal_and_its_exit_code_is_the_task_s(number: signal.S
     assert task.end() == 75
 
 
-def test_what_serves_the_trainer_outlives_term_and_ends_by_usr2() -> None:
+def test_what_serves_the_trainer_outlives_a_stop_and_ends_when_told() -> None:
     task = Task(ENDS_ON_INT, "end")
     task.wait_until_on()
-    task.keeper.terminate()
     (role,) = [pid for pid in tagged(task.run) if not command(pid).startswith("sleep")]
-    os.kill(role, signal.SIGUSR2)  # srun passes it on to every process of the step
-    task.keeper.send_signal(signal.SIGUSR2)
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        task.keeper.send_signal(number)
+    for number in (signal.SIGUSR2, signal.SIGUSR1):  # which reach every process of the step
+        os.kill(role, number)
+    task.keeper.send_signal(signal.SIGUSR1)
     assert task.end() == 3
 
 

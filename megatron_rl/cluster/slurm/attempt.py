@@ -28,6 +28,8 @@ from .steps import Layout, Step, end, python, srun
 log = logging.getLogger(__name__)
 POLL_S = 0.2
 DUMP_TIMEOUT_S = 90.0
+PASS_ON_AGAIN_S = 30.0
+"""A signal that srun got while it was still starting tasks may have reached none."""
 OBEYED = (0, 75, 143)
 """Exit codes of engines and controller that a signal to the whole job explains; the trainer got it too and saves."""
 
@@ -74,7 +76,7 @@ class Attempt:
         self._run = RunDir(cfg.run_dir)
         self._steps: dict[str, Step] = {}
         self._progress = Progress(self._run.metrics)
-        self._passed_on = False
+        self._pass_on_at = 0.0
         self._left_alone_since: float | None = None
 
     def run(self, checkpoint: Path | None) -> Outcome:
@@ -128,10 +130,12 @@ class Attempt:
             time.sleep(POLL_S)
 
     def _pass_signal_on(self) -> None:
-        if self._notice.at() is not None and not self._passed_on:
-            log.info("a signal to the job: the trainer is asked to save")
-            self._steps["trainer"].signal(signal.SIGUSR2)
-            self._passed_on = True
+        now = time.monotonic()
+        if self._notice.at() is None or now < self._pass_on_at:
+            return
+        log.info("a signal to the job: the trainer is asked to save")
+        self._steps["trainer"].signal(signal.SIGUSR2)
+        self._pass_on_at = now + PASS_ON_AGAIN_S
 
     def _trainer_ended(self) -> Outcome | None:
         trainer = self._steps["trainer"]

@@ -84,7 +84,7 @@ class Step:
         return code
 
     def signal(self, number: signal.Signals) -> None:
-        """srun passes USR2 on to its tasks; with TERM it kills them."""
+        """srun passes USR1 and USR2 on to its tasks; with TERM it kills them."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
@@ -173,8 +173,8 @@ def srun(name: str, layout: Layout, command: Sequence[str], folder: Path, wait_s
 
 
 def end(steps: Sequence[Step], allocation: Allocation, patience_s: float, *, gently: bool) -> None:
-    """End all that still run: gently by USR2 (see `cluster.keeper`), then by TERM to srun, then by KILL."""
-    ways = [signal.SIGUSR2, signal.SIGTERM] if gently else [signal.SIGTERM]
+    """End all that still run: gently by USR1 (see `cluster.keeper`), then by TERM to srun, then by KILL."""
+    ways = [signal.SIGUSR1, signal.SIGTERM] if gently else [signal.SIGTERM]
     for number in ways:
         for step in steps:
             step.signal(number)
