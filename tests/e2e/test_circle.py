@@ -177,7 +177,9 @@ def test_term_saves_the_run_and_ends_it_with_75(tmp_path: Path, inputs: Path) ->
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 75, (tmp_path / "output").read_text()
-    assert f"the same command with --resume goes on with {folder}" in (tmp_path / "output").read_text()
+    said = (tmp_path / "output").read_text()
+    assert "asked to end: saving the run first, which may take 300 s at most" in said
+    assert f"the same command with --resume goes on with {folder}" in said
     saved = sorted(p.name for p in (folder / "checkpoints").iterdir())
     assert saved[0] == "step-000000"  # after the warm-up
     assert len(saved) == 2

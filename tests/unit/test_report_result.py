@@ -9,7 +9,12 @@ import pytest
 
 from megatron_rl.monitor.result import RunResult
 
-BEFORE = {"eval/pass_at_1": 0.07, "eval/pass_at_1_low": 0.05, "eval/pass_at_1_high": 0.1, "eval/format_valid": 0.92}
+BEFORE = {
+    "eval/pass_at_1": 0.07000000000000001,
+    "eval/pass_at_1_low": 0.0499999,
+    "eval/pass_at_1_high": 0.1,
+    "eval/format_valid": 0.92,
+}
 AFTER = {"eval/pass_at_1": 0.72, "eval/pass_at_1_low": 0.66, "eval/pass_at_1_high": 0.78, "eval/format_valid": None}
 
 
