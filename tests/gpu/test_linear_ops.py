@@ -42,8 +42,7 @@ def smooth(rows, log_probs, entropy):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 1e-2)])
-def test_the_fused_loss_and_its_gradients_are_those_of_naive_float64(dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_the_fused_loss_and_its_gradients_are_those_of_naive_float64(dtype, tolerance):
     hidden, weight, target, temperature = random_operands(dtype)
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     found = linear_policy_loss(
