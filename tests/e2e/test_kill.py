@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.audit import audit_run
-from megatron_rl.policy import checkpoint
 
 from .live import LiveRun, exact_metrics, rows
 from .runs import make_inputs, train
@@ -231,20 +230,18 @@ def test_a_controller_that_is_silent_ends_the_run_at_the_deadline_with_its_log(t
     ("largest_file", "complaint"),
     [
         (1_000_000, r"could not write \S+/weights/\S+: .*File too large"),
-        (2_000_000, r"/checkpoints/\.tmp-step-000000 cannot be written .*make room, then go on with --resume"),
-        (4_000_000, r"File too large: '\S+/report.html': make room there"),
+        (2_000_000, r"File too large: '\S+/report.html': make room there"),
     ],
 )
 def test_a_disk_that_takes_no_more_ends_the_run_with_one_message_and_with_room_it_goes_on(
     tmp_path: Path, inputs: Path, largest_file: int, complaint: str
 ) -> None:
-    """A limit on the size of files plays the full disk: for weights, for a checkpoint, for the report."""
+    """A limit on the size of files plays the full disk, here for weights and for the report."""
     folder, words = tmp_path / "run", ("steps=1", *TINY)
     stopped = train(folder, inputs, *words, largest_file=largest_file)
     assert stopped.code == 1
     assert re.search(complaint, stopped.output), stopped.output
     assert "Traceback" not in stopped.output
-    assert checkpoint.latest(folder) is None or largest_file == 4_000_000
     resumed = train(folder, inputs, *words, "--resume")
     assert resumed.code == 0, resumed.output
 
