@@ -64,15 +64,19 @@ def test_a_step_tells_its_first_bad_end_with_the_log_of_that_task(tmp_path: Path
     process.wait(60)
     assert step.code == 137
     assert [ended.node for ended in step.ended] == ["node2", "node1"]
+    assert step.bad_nodes == ("node2",)
     assert step.describe_end().startswith("trainer-node2-4-7 failed with exit code 1; log ")
     assert "the reason" in step.describe_end()
     assert (tmp_path / "trainer.srun.log").read_text() == said
 
 
-def test_a_lost_node_is_named(tmp_path: Path) -> None:
+def test_a_lost_node_is_what_counts_although_the_step_ends_with_0(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], stderr=subprocess.PIPE, text=True)
-    step = Step("engines", process, f"{tmp_path}/%N-%t", [Ended("node3", "", None, "was lost")])
+    ended = [Ended("node1", "0", 137, "was killed"), Ended("node3", "", None, "was lost")]
+    step = Step("engines", process, f"{tmp_path}/%N-%t", ended)
     process.communicate()
+    assert step.code == 0
+    assert step.bad_nodes == ("node3",)
     assert step.describe_end() == "engines: node node3 was lost"
 
 

@@ -140,7 +140,7 @@ class Attempt:
     def _trainer_ended(self) -> Outcome | None:
         trainer = self._steps["trainer"]
         code = trainer.code
-        bad = trainer.ended[0] if trainer.ended else None
+        bad = trainer.first_end
         if code == 0 and bad is None:
             return Outcome(Verdict.COMPLETE, "the run is complete")
         if bad is not None and bad.may_be_resumed:
@@ -148,24 +148,24 @@ class Attempt:
             return None if code is None else Outcome(Verdict.RESUMABLE, "the trainer obeyed a signal")
         if bad is not None or code is not None:
             time.sleep(1.0)  # others may fall because of the first; srun reports all of them for the log
-            return Outcome(Verdict.FAILED, trainer.describe_end(), tuple(dict.fromkeys(e.node for e in trainer.ended)))
+            return Outcome(Verdict.FAILED, trainer.describe_end(), trainer.bad_nodes)
         return None
 
     def _others_ended(self) -> Outcome | None:
         """Engines or controller are gone: a failure, unless a signal explains it; then the trainer may save first."""
-        gone = [step for name, step in self._steps.items() if name != "trainer" and step.code is not None]
-        if not gone:
+        others = [step for name, step in self._steps.items() if name != "trainer"]
+        gone = next((step for step in others if step.code is not None or _lost_node(step)), None)
+        if gone is None:
             return None
-        step = gone[0]
-        if step.code not in OBEYED:
-            return Outcome(Verdict.FAILED, step.describe_end(), tuple(dict.fromkeys(e.node for e in step.ended)))
+        if _lost_node(gone) or gone.code not in OBEYED:
+            return Outcome(Verdict.FAILED, gone.describe_end(), gone.bad_nodes)
         now = time.monotonic()
         if self._left_alone_since is None:
-            log.info("%s %s by a signal; waiting for the trainer to save", step.name, "ended")
+            log.info("%s ended by a signal; waiting for the trainer to save", gone.name)
             self._left_alone_since = now
         if now - self._left_alone_since < self._cfg.cluster.save_timeout_s:
             return None
-        return Outcome(Verdict.FAILED, f"{step.name} ended, and the trainer did not within cluster.save_timeout_s")
+        return Outcome(Verdict.FAILED, f"{gone.name} ended, and the trainer did not within cluster.save_timeout_s")
 
     def _overdue(self) -> Outcome | None:
         at, limit = self._notice.at(), self._cfg.cluster.save_timeout_s
@@ -199,6 +199,10 @@ class Attempt:
         while step.code is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         end([step], self._allocation, 5.0, gently=False)
+
+
+def _lost_node(step: Step) -> bool:
+    return step.first_end is not None and step.first_end.code is None
 
 
 class Progress:

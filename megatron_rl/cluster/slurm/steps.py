@@ -83,16 +83,27 @@ class Step:
             self.reader.join(5.0)
         return code
 
+    @property
+    def first_end(self) -> Ended | None:
+        """A node that failed, whatever srun's exit code says, else the task that ended badly first."""
+        return next((ended for ended in self.ended if ended.code is None), self.ended[0] if self.ended else None)
+
+    @property
+    def bad_nodes(self) -> tuple[str, ...]:
+        """Where that was."""
+        first = self.first_end
+        return () if first is None else (first.node,)
+
     def signal(self, number: signal.Signals) -> None:
         """srun passes USR1 and USR2 on to its tasks; with TERM it kills them."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def describe_end(self) -> str:
-        """The first task that ended badly, what that means, and the end of its log."""
-        if not self.ended:
+        """The first bad end, what it means, and the end of that task's log."""
+        first = self.first_end
+        if first is None:
             return f"{self.name}: the step {decode_exit(self.process.poll())}"
-        first = self.ended[0]
         if first.code is None:
             return f"{self.name}: node {first.node} {first.words}"
         log_file = self.log_file(first)
