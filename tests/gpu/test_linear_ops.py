@@ -134,11 +134,11 @@ def transformer_engine():
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformer_engine_computes_the_same_log_probs_and_gradients(dtype):
-    """Padding rows of the weight are cut off for both: Transformer Engine normalises over all columns it is given."""
-    hidden, weight, target, _ = random_operands(dtype)
+    """Padding and temperatures included, of which Transformer Engine knows nothing by itself."""
+    hidden, weight, target, temperature = random_operands(dtype)
     results = []
     for name in ("auto", "te"):
-        h, w = hidden.clone().requires_grad_(), weight[:VOCABULARY].clone().requires_grad_()
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         found = linear_policy_loss(
             h,
             w,
@@ -149,6 +149,8 @@ def test_transformer_engine_computes_the_same_log_probs_and_gradients(dtype):
                 torch.cos(log_probs),
                 None,
             ),
+            temperature=temperature,
+            vocab_size=VOCABULARY,
             chunk_tokens=100,
             logprob_backend=name,
         )
