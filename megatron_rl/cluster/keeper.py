@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from .bootstrap import task_of_step
 from .tags import TAG, descendants, tagged
 
 PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 STOP, END = (signal.SIGTERM, signal.SIGUSR2), signal.SIGUSR1
 
 
@@ -48,8 +50,7 @@ def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
 
     for number in (*STOP, END):
         signal.signal(number, receive)
-    # Such a signal reaches every process of the step. Those for whom it is left alone must not die of it either.
-    prepare = None if on_stop == "pass" else _ignore_user_signals
+    prepare = functools.partial(_prepare, on_stop)
     child = subprocess.Popen(argv, env={**os.environ, TAG: tag}, stdin=subprocess.DEVNULL, preexec_fn=prepare)
     role.append(child.pid)
     for missed in early:
@@ -59,9 +60,13 @@ def keep(argv: Sequence[str], tag: str, on_stop: str, patience_s: float) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _ignore_user_signals() -> None:
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def _prepare(on_stop: str) -> None:
+    """In the role's process before exec."""
+    # Where only ancestors may look into a process, py-spy (`stacks.py`), which is none, may look into this one.
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)
+    if on_stop == "end":  # such a signal reaches every process of the step, which must not die of it
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
