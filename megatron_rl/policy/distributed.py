@@ -78,9 +78,10 @@ def initialize(
         device: `cluster.device`.
 
     Raises:
-        DistributedError: CUDA is asked for and absent, or the number of processes is not `parallel.world_size`.
-            not `parallel.world_size`.
+        DistributedError: CUDA is asked for and absent, or the number of processes is not `parallel.world_size`,
+            or this rank sees no GPU of its own.
     """
+    _check_world_size(place.world_size, parallel_cfg)
     if device == "cuda" and (problem := cuda_problem(1)):
         raise DistributedError(problem)
     if device == "cpu":
@@ -88,9 +89,10 @@ def initialize(
     on_cpu = cpu_backend.install()
     from megatron.core import parallel_state, tensor_parallel
 
-    _check_world_size(place.world_size, parallel_cfg)
     if on_cpu:
         torch.set_num_threads(1)
+    elif problem := device_problem(place.local_rank, torch.cuda.device_count()):
+        raise DistributedError(problem)
     else:
         torch.cuda.set_device(place.local_rank)
     if not dist.is_initialized():
@@ -120,6 +122,17 @@ def cuda_problem(count: int) -> str | None:
     else:
         reason = "no device is found; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     return f"cluster.device=cuda: {reason}, or set cluster.device=cpu (auto takes what there is)"
+
+
+def device_problem(local_rank: int, visible: int) -> str | None:
+    """Why rank number `local_rank` of a node that sees `visible` GPUs has none for itself; None when it has one."""
+    if local_rank < visible:
+        return None
+    return (
+        f"this rank is number {local_rank} of its node, counted from 0, but sees {visible} GPU(s): every rank must "
+        "see all GPUs of its node and takes the one of its number. With srun, ask for --gpus-per-node instead of "
+        "--gpus-per-task, and start no more ranks on a node than it has GPUs (cluster.ranks_per_node)"
+    )
 
 
 def peer_failure(error: BaseException) -> str | None:
