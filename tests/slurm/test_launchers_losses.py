@@ -27,7 +27,7 @@ run() { # DIRECTORY COMMAND: controller and engine here, the ranks by COMMAND
   "$PYTHON" -m megatron_rl.cli serve --config "$1/config.yaml" --replica 0 &>"$1/logs/engine" & others+=($!)
   "$PYTHON" -m megatron_rl.cli rollout --config "$1/config.yaml" &>"$1/logs/controller" & others+=($!)
   bash -c "$2" &>"$1/logs/trainer" || echo "$2: exit $?"
-  kill -KILL "${others[@]}"; wait "${others[@]}"
+  kill -KILL "${others[@]}"; wait "${others[@]}" || true
 }
 """
 
