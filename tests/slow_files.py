@@ -30,7 +30,7 @@ COMMITS = 30
 NOTHING_COLLECTED = 5
 """pytest's exit code when a selection holds no test."""
 
-_STATE = ("megatron_rl/policy/checkpoint.py", "megatron_rl/policy/sharded_state.py", "megatron_rl/policy/digest.py")
+_STATE = tuple(f"megatron_rl/policy/{name}.py" for name in ("checkpoint", "manifest", "digest", "sharded_state"))
 _LOOP = ("megatron_rl/train.py", "megatron_rl/session.py", "megatron_rl/feed.py", "megatron_rl/bring_up.py")
 AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_kill.py": (

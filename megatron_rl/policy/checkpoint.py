@@ -27,12 +27,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import sync
-from megatron_rl.policy.digest import digest_of, digest_of_file
+from megatron_rl.policy.digest import digest_of_file
+from megatron_rl.policy.manifest import FileFacts, Manifest
 
 MANIFEST = "manifest.json"
 EXTRA = "extra"
@@ -42,47 +42,6 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file and what to do."""
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What a file must be: its size in bytes, and the hash of its content."""
-
-    size: int
-    xxh3_128: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `manifest.json` says.
-
-    Attributes:
-        step: RL steps that were trained.
-        metric: value of `checkpoint.metric` (larger is better), None when it was not measured.
-        layout: sizes of the parallel layout that wrote it, and whether the optimizer was distributed.
-        config_hash: of the whole configuration.
-        files: every other file, by its path within the checkpoint.
-    """
-
-    step: int
-    metric: float | None
-    layout: dict[str, Any]
-    config_hash: str
-    files: dict[str, FileFacts]
-
-    def to_json(self) -> str:
-        """Its text, with a hash of all the rest at the end."""
-        facts = asdict(self)
-        return json.dumps(facts | {"digest": digest_of(json.dumps(facts).encode())}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """The inverse of `to_json`. Raises ValueError, TypeError or KeyError for any other text."""
-        facts = dict(json.loads(text))
-        if facts.pop("digest") != digest_of(json.dumps(facts).encode()):
-            raise ValueError("its content is not what was written")
-        files = {name: FileFacts(**found) for name, found in facts.pop("files").items()}
-        return cls(**facts, files=files)
 
 
 def begin(run_dir: Path, step: int) -> Path:
