@@ -199,25 +199,25 @@ def test_an_engine_that_is_silent_ends_the_run_at_the_deadline_with_its_name_and
 ) -> None:
     """It is alive, so that nobody restarts it, and answers nothing: while sampling, and while weights are published."""
     folder = tmp_path / "run"
-    with LiveRun(folder, inputs, "steps=9", *REFILL, "rollout.request_timeout_s=6") as run:
+    with LiveRun(folder, inputs, "steps=9", *REFILL, "rollout.request_timeout_s=10") as run:
         run.wait_for_step(1)
         run.send(signal.SIGSTOP, "engine")
         assert run.end() == 1
-        assert re.search(r"engine http://\S+: no answer to /generate .* within 6 s", run.output), run.output
+        assert re.search(r"engine http://\S+: no answer to /generate .* within 10 s", run.output), run.output
         assert f"look at {folder}/logs/engine-0.log" in run.output
     folder = tmp_path / "other"
-    with LiveRun(folder, inputs, "steps=9", *REFILL, "engine.update_timeout_s=6") as run:
+    with LiveRun(folder, inputs, "steps=9", *REFILL, "engine.update_timeout_s=10") as run:
         run.wait_until("an engine", lambda: (folder / "endpoints" / "engine-0.json").exists())
         run.send(signal.SIGSTOP, "engine")
         assert run.end() == 1
-        assert re.search(r"weight update to version \d+ .*not finished within 6 s; waiting for http://", run.output)
+        assert re.search(r"weight update to version \d+ .*not finished within 10 s; waiting for http://", run.output)
         assert f"look at {folder}/logs/engine-0.log" in run.output
 
 
 @pytest.mark.slow
 def test_a_controller_that_is_silent_ends_the_run_at_the_deadline_with_its_log(tmp_path: Path, inputs: Path) -> None:
     folder = tmp_path / "run"
-    with LiveRun(folder, inputs, "steps=9", *REFILL, "cluster.controller_timeout_s=5") as run:
+    with LiveRun(folder, inputs, "steps=9", *REFILL, "cluster.controller_timeout_s=10") as run:
         run.wait_for_step(1)
         run.send(signal.SIGSTOP, "controller")
         assert run.end() == 1
