@@ -130,3 +130,10 @@ def test_an_update_begins_again_with_all_replicas_when_one_was_away():
     assert loaded == "3"
     assert paths[:2] == others[:2] == STEPS[:2]
     assert paths[-len(STEPS) :] == others[-len(STEPS) :] == STEPS
+
+
+def test_an_update_that_waits_for_an_engine_is_given_up_when_the_run_is_to_end() -> None:
+    asked = iter([False, True])
+    control = EngineControl(["http://127.0.0.1:9"], timeout_s=600.0, patience_s=600.0)
+    with pytest.raises(EngineError, match=r"weight update to version 3 .* failed: interrupted"):
+        control.update_from_disk("/weights/v000003", 3, lambda: next(asked))

@@ -142,6 +142,18 @@ def test_what_an_engine_says_against_an_evaluation_reaches_the_trainer(tmp_path,
     assert f"evaluation at step 0: engine {url}: /generate refused with HTTP 400: The input is" in str(caught.value)
 
 
+def test_an_evaluation_is_left_when_the_run_is_to_end(tmp_path, model):
+    engine = FakeEngine()
+    engine.always = engine.hang()
+    with running(engine) as url:
+        data = {"eval_prompts": str(write_prompts(tmp_path / "eval.jsonl", 3, stem="e"))}
+        cfg = config(tmp_path, model, [url], reward=SORTING, rollout=SMALL, data=data)
+        with running_controller(cfg), ControllerClient(tmp_path) as client:
+            asked = iter([False, True])
+            assert client.evaluate(step=0, prompts=3, interrupted=lambda: next(asked)) is None
+        engine.recover()
+
+
 def test_a_verifier_that_fails_fails_the_step_when_asked_to(tmp_path, model):
     with running(FakeEngine()) as url:
         reward = {"components": [{"name": "tests.unit.rollout_hooks:raises"}], "workers": 1, "on_error": "fail"}
