@@ -32,6 +32,7 @@ from .protocol import (
     TransportError,
     generate_request,
     parse_generations,
+    require_prompts,
 )
 from .router import Gate, Router
 from .sample import group_of
@@ -96,8 +97,9 @@ class EngineClient:
         Raises:
             TransportError: still no connection after the last attempt.
             ProtocolError, GenerationAborted: see `parse_generations`.
-            EngineError: the engine refused (its message is carried), or the deadline passed.
+            EngineError: the engine refused (its message is carried), the deadline passed, or see `require_prompts`.
         """
+        require_prompts(prompts, self._vocab_size)
         group = group_of(prompts[0].rid)
         body = generate_request(prompts, settings)
         async with self._gate.hold(len(prompts)):

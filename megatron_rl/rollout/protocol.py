@@ -68,15 +68,25 @@ class Generation:
     finish_reason: str
 
 
-def generate_request(prompts: Sequence[Prompt], settings: SamplingSettings) -> bytes:
-    """Body of one batched POST /generate; answers come back in the order of `prompts`.
+def require_prompts(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """Refuse what a real SGLang does not check and dies of.
 
     Raises:
-        EngineError: a prompt has no tokens, which would end a real SGLang.
+        EngineError: a prompt has no tokens, or one that the model does not know.
     """
-    empty = next((p.rid for p in prompts if len(p.tokens) == 0), None)
-    if empty is not None:
-        raise EngineError(f"{empty} has no prompt tokens; is the chat template of the model empty?")
+    for prompt in prompts:
+        if len(prompt.tokens) == 0:
+            raise EngineError(f"{prompt.rid} has no prompt tokens; is the chat template of the model empty?")
+        lowest, highest = int(prompt.tokens.min()), int(prompt.tokens.max())
+        if lowest < 0 or highest >= vocab_size:
+            raise EngineError(
+                f"{prompt.rid} has the prompt token {highest if highest >= vocab_size else lowest}, outside the "
+                f"model's vocabulary of {vocab_size}; do tokenizer and model belong together?"
+            )
+
+
+def generate_request(prompts: Sequence[Prompt], settings: SamplingSettings) -> bytes:
+    """Body of one batched POST /generate; answers come back in the order of `prompts`."""
     shared = {
         "temperature": settings.temperature,
         "max_new_tokens": settings.max_new_tokens,

@@ -54,13 +54,16 @@ class Client:
     api_key: str | None = None
     timeout_s: float = CALL_TIMEOUT_S
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request brings along."""
+        key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        return {"Content-Type": "application/json", **key}
+
     def call(self, path: str, body: Any = None, method: str | None = None) -> Answer:
         """POST with a body, GET without one."""
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        request = urllib.request.Request(self.url + path, data, self.headers, method=method)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=self.timeout_s) as response:
@@ -144,6 +147,8 @@ class Server(Client):
     log: Path = Path()
     max_running_requests: int = 0
     kind: str = "embedded"
+    lasting: int = 300
+    """Tokens that take a good part of a second."""
     seeded: bool = True
     """Whether sampling_seed decides the tokens (real SGLang on a CPU ignores it)."""
 
@@ -207,6 +212,7 @@ def launch_sglang(folder: Path, model: Path, other_model: Path, max_running_requ
         endpoint_file=run.engine_endpoint(0),
         max_running_requests=max_running_requests,
         kind="sglang",
+        lasting=100,
         seeded=False,
     )
     return _start(server, [*argv, "--port", str(port)], folder)

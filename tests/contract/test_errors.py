@@ -31,8 +31,6 @@ def test_sampling_parameters_out_of_range(server: Server, params: dict[str, Any]
     ("input_ids", "message"),
     [
         pytest.param([], "empty", id="no tokens"),
-        pytest.param([5, 320], "320", id="beyond the vocabulary"),
-        pytest.param([5, -1], "-1", id="negative"),
         pytest.param([5] * 4096, "The input (4096 tokens) is longer than the model's context length", id="too long"),
         pytest.param([5, "six"], "six", id="not a number"),
     ],
@@ -43,11 +41,19 @@ def test_input_ids_that_cannot_be_used(server: Server, input_ids: Any, message: 
     assert message in answer.message
 
 
-def test_an_empty_prompt_in_a_batch_is_refused_as_a_whole(embedded_server: Server) -> None:
-    """A real SGLang takes it and dies of it, so that the client never sends one."""
-    answer = embedded_server.call("/generate", generate_body([[5], []], max_new_tokens=1))
+@pytest.mark.parametrize(
+    ("input_ids", "message"),
+    [
+        pytest.param([[5], []], "empty", id="no tokens in one of a batch"),
+        pytest.param([5, 320], "320", id="beyond the vocabulary"),
+        pytest.param([5, -1], "-1", id="negative"),
+    ],
+)
+def test_input_ids_that_the_client_never_sends(embedded_server: Server, input_ids: Any, message: str) -> None:
+    """A real SGLang takes these and dies of them; see `megatron_rl.rollout.protocol.require_prompts`."""
+    answer = embedded_server.call("/generate", generate_body(input_ids, max_new_tokens=1))
     assert answer.status == 400
-    assert "empty" in answer.message
+    assert message in answer.message
 
 
 @pytest.mark.parametrize(

@@ -68,20 +68,32 @@ def test_unknown_check_is_refused(server: Server) -> None:
     assert answer.body["success"] is False
 
 
+def update_half_way(server: Server, mode: str) -> dict[str, Any]:
+    """The answer to a request that drew at least ten tokens before and ten after an update in a pause of this mode."""
+    future = server.generate_later(PROMPT, rid="long.", max_new_tokens=3000, temperature=0, ignore_eos=True)
+    load = server.wait_for_load("some tokens", lambda load: load["num_used_tokens"] >= len(PROMPT) + 10)
+    server.ok("/pause_generation", {"mode": mode})
+    if mode == "retract":
+        server.ok("/flush_cache", {})
+    else:
+        load = server.load()
+    update(server, server.other_model, weight_version="w1", flush_cache=mode == "retract")
+    server.ok("/continue_generation", {})
+    server.wait_for_load("ten more", lambda now: now["num_used_tokens"] > load["num_used_tokens"] + 10)
+    server.ok("/abort_request", {"rid": "long."})
+    return future.result(60)
+
+
 def test_update_in_place_gives_each_token_its_version(
     server: Server, reference: Reference, other_reference: Reference
 ) -> None:
-    future = server.generate_later(PROMPT, max_new_tokens=400, temperature=0, ignore_eos=True)
-    server.wait_for_load("some tokens", lambda load: load["num_used_tokens"] >= len(PROMPT) + 10)
-    server.ok("/pause_generation", {"mode": "in_place"})
-    drawn = server.load()["num_used_tokens"] + 1 - len(PROMPT)  # the last token is not in the cache yet
-    update(server, server.other_model, weight_version="w1", flush_cache=False)
-    server.ok("/continue_generation", {})
-    answer = future.result(60)
+    answer = update_half_way(server, "in_place")
     meta = answer["meta_info"]
+    drawn = meta["weight_versions"][0]["end"]
+    assert 10 <= drawn < len(answer["output_ids"])
     assert meta["weight_versions"] == [
         {"version": "w0", "start": 0, "end": drawn},
-        {"version": "w1", "start": drawn, "end": 400},
+        {"version": "w1", "start": drawn, "end": len(answer["output_ids"])},
     ]
     assert meta["weight_version"] == "w1"
     assert answer["output_ids"][:drawn] == reference.greedy(PROMPT, drawn)
@@ -91,13 +103,7 @@ def test_update_in_place_gives_each_token_its_version(
 
 
 def test_update_after_retraction_recomputes_with_the_new_weights(server: Server, other_reference: Reference) -> None:
-    future = server.generate_later(PROMPT, max_new_tokens=200, temperature=0, ignore_eos=True)
-    server.wait_for_load("some tokens", lambda load: load["num_used_tokens"] >= len(PROMPT) + 10)
-    server.ok("/pause_generation", {"mode": "retract"})
-    server.ok("/flush_cache", {})
-    update(server, server.other_model, weight_version="w1")
-    server.ok("/continue_generation", {})
-    answer = future.result(60)
+    answer = update_half_way(server, "retract")
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["w0", "w1"]
     start = spans[1]["start"]
@@ -107,11 +113,11 @@ def test_update_after_retraction_recomputes_with_the_new_weights(server: Server,
 
 
 def test_update_outside_a_pause_waits_for_what_is_generated(server: Server) -> None:
-    future = server.generate_later(PROMPT, max_new_tokens=300, ignore_eos=True)
+    future = server.generate_later(PROMPT, max_new_tokens=server.lasting, ignore_eos=True)
     server.wait_for_load("the request to run", lambda load: load["num_running_reqs"] == 1)
     update(server, server.other_model, weight_version="w1")
-    answer = future.result(1)
-    assert answer["meta_info"]["weight_versions"] == [{"version": "w0", "start": 0, "end": 300}]
+    answer = future.result(10)
+    assert answer["meta_info"]["weight_versions"] == [{"version": "w0", "start": 0, "end": server.lasting}]
     assert server.ok("/model_info")["weight_version"] == "w1"
 
 
@@ -119,7 +125,7 @@ def test_update_can_abort_what_is_generated(server: Server) -> None:
     future = server.generate_later(PROMPT, max_new_tokens=4000, ignore_eos=True)
     server.wait_for_load("the request to run", lambda load: load["num_running_reqs"] == 1)
     update(server, server.other_model, abort_all_requests=True)
-    assert future.result(1)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert future.result(10)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_update_does_not_end_a_pause(server: Server) -> None:

@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.rollout.client import EngineClient, TransportError
-from megatron_rl.rollout.protocol import (
-    EngineError,
-    GenerationAborted,
-    Prompt,
-    ProtocolError,
-    SamplingSettings,
-    generate_request,
-)
+from megatron_rl.rollout.protocol import EngineError, GenerationAborted, Prompt, ProtocolError, SamplingSettings
 from megatron_rl.rollout.router import Gate, Router
 from megatron_rl.rollout.sample import sample_name
 from megatron_rl.rollout.session import error_text, raise_open_file_limit
@@ -150,9 +143,19 @@ def test_an_abort_by_the_engine_is_an_error_of_its_own():
     assert "Abort in waiting queue" in str(outcome)
 
 
-def test_a_prompt_without_tokens_is_never_sent():
-    with pytest.raises(EngineError, match=r"s000000007-000\. has no prompt tokens"):
-        generate_request([*group(), Prompt(sample_name(7, 0), np.array([], np.int64), seed=0)], SETTINGS)
+@pytest.mark.parametrize(
+    ("tokens", "complaint"),
+    [([], "has no prompt tokens"), ([1, VOCABULARY], "token 10, outside"), ([-1, 1], "token -1, outside")],
+)
+def test_a_prompt_that_would_end_a_real_sglang_is_never_sent(tokens, complaint):
+    async def run() -> FakeEngine:
+        async with FakeEngine() as engine, client_of(engine) as client:
+            prompts = [*group(), Prompt(sample_name(7, 0), np.array(tokens, np.int64), seed=0)]
+            with pytest.raises(EngineError, match=rf"s000000007-000\. .*{complaint}"):
+                await client.generate(prompts, SETTINGS)
+            return engine
+
+    assert asyncio.run(run()).paths() == []
 
 
 @pytest.mark.parametrize("failure", [says(503), says(502), resets()])
