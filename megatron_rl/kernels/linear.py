@@ -1,7 +1,21 @@
 """From hidden states and output weight to a policy loss or to log-probs, with the logits of one chunk at a time.
 
 `linear_policy_loss` makes gradients while a chunk's logits exist (6 T H V floating-point operations instead of 8), in
-the logits' own memory; how is in `linear_pass`. Which loss it is, an `objective` says.
+the logits' own memory; how is in `linear_pass`. Which loss it is, an `objective` says. Both operators take
+
+- hidden: [T, H] float32 or bfloat16 (float64 for gradient checks), the same on every rank of the group; with
+  `sequence_parallel` [T / ranks, H], this rank's rows. Masked rows are never read and cost nothing;
+- weight: [W, H] in the dtype of hidden, this rank's rows of the output layer;
+- target: [T] integer ids of the whole vocabulary, the same on every rank; -1 = masked;
+- group: the tensor-parallel group, over which the vocabulary is split; None = the weight is whole;
+- temperature: of the sampling, one for all or [T], one a token; > 0 on live rows;
+- vocab_size: true vocabulary; rows of the weight from it on are padding, without influence and without gradient;
+- chunk_tokens: live tokens whose logits exist at a time (twice as many over several ranks);
+- with_entropy: compute the entropy of the whole vocabulary, too.
+
+Logits are float32 sums of the product. Tensor-parallel communication is one all-gather of four numbers per live token,
+started before and awaited after the next chunk's product, and the hidden states' own. Log-probs and entropies are equal
+to the last bit on every rank.
 """
 
 from __future__ import annotations
@@ -56,29 +70,18 @@ def linear_policy_loss(
 ) -> LinearLossOutput:
     """`objective` of the log-probs of `softmax(hidden weight^T / temperature)`, without logits of all tokens.
 
-    Logits are float32 sums of the product. Tensor-parallel communication is one all-gather of four numbers per live
-    token, started before and awaited after the next chunk's product, and the hidden states' own: their gradient is
-    summed over ranks at the end (with sequence parallelism they are gathered first, and the sum is scattered).
-    Log-probs are equal to the last bit on every rank. Masked rows of hidden are never read and cost nothing; nor does
-    the gradient of rows whose log-prob and entropy have none.
+    The hidden gradient is summed over ranks at the end (with sequence parallelism hidden is gathered first, and the sum
+    is scattered). Rows whose log-prob and entropy have no gradient cost nothing once they are many.
 
     Args:
-        hidden: [T, H] float32 or bfloat16 (float64 for gradient checks), the same on every rank of the group; with
-            sequence_parallel [T / ranks, H], this rank's rows.
-        weight: [W, H] in the dtype of hidden, this rank's rows of the output layer.
-        target: [T] integer ids of the whole vocabulary, the same on every rank; -1 = masked.
+        hidden, weight, target, group, temperature, vocab_size, chunk_tokens, with_entropy, sequence_parallel: see the
+            module's docstring.
         objective: called once a chunk, with the numbers of its live rows (int64 [n], ascending), their log-probs [n]
             and entropies [n] (None without `with_entropy`); see `PolicyLossOutput`.
-        group: the tensor-parallel group; None = the weight is whole.
-        temperature: sampling temperature, one for all or [T], one a token; > 0 on live rows.
-        vocab_size: true vocabulary; rows of the weight from it on are padding, never read, and get no gradient.
-        chunk_tokens: live tokens whose logits exist at a time (twice as many over several ranks).
         sequence_starts: first row of every sequence, ascending from 0, if the objective needs whole sequences. Chunks
             are then cut between sequences only; one that is longer than a chunk is computed twice (8 T H V).
         equal_cuts: call the objective equally often on all ranks that hold equally long parts of the same sequences
             (context parallelism), whatever is masked.
-        with_entropy: give the objective entropies.
-        sequence_parallel: hidden is split over the group by rows.
         main_grad: [W, H] float32; the weight's gradient is ADDED here, in forward, instead of being returned in
             backward. The loss must then enter backward with gradient 1: anything else gives NaN.
         logprob_backend: `te` uses Transformer Engine's parallel cross entropy (CUDA only, no entropy).
@@ -89,11 +92,8 @@ def linear_policy_loss(
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
     rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel, chunk_tokens)
-    if main_grad is not None and (main_grad.shape != weight.shape or main_grad.dtype != compute_dtype(weight)):
-        raise ValueError(
-            f"main_grad {main_grad.dtype} {tuple(main_grad.shape)}: expected {compute_dtype(weight)} "
-            f"{tuple(weight.shape)}, the shape of weight"
-        )
+    if main_grad is not None:
+        _check_buffer(main_grad, weight)
     if logprob_backend == "te" and with_entropy:
         raise ValueError("logprob_backend='te' has no entropy: ask for none, or use 'auto'")
     chunks = cut(rows.index, target.shape[0], chunk_tokens, sequence_starts, equal_cuts)
@@ -114,7 +114,7 @@ def linear_logprob(
     with_entropy: bool = False,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] and entropy [T] (or None) as `linear_policy_loss` has them, forward only; for its arguments, too.
+    """Log-probs [T] and entropy [T] (or None) as `linear_policy_loss` has them, forward only; for arguments see above.
 
     On CUDA no logits reach memory; elsewhere a few rows at a time do. The statistics of a chunk travel while the next
     chunk's are computed.
@@ -172,6 +172,15 @@ class _LinearPolicyLoss(Function):
         d_hidden = None if d_hidden is None else d_hidden * grad
         d_weight = None if d_weight is None else (d_weight * grad).to(weight_dtype)
         return (d_hidden, d_weight) + (None,) * 6
+
+
+def _check_buffer(main_grad: Tensor, weight: Tensor) -> None:
+    wanted = compute_dtype(weight)
+    if main_grad.shape != weight.shape or main_grad.dtype != wanted:
+        raise ValueError(
+            f"main_grad {main_grad.dtype} {tuple(main_grad.shape)}: expected {wanted} {tuple(weight.shape)}, the shape "
+            "of weight"
+        )
 
 
 def _live_rows(

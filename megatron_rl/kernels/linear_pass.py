@@ -137,9 +137,10 @@ class LinearPass:
         found = self._evaluate(slice(first, pieces[-1][1]), merged.log_prob, merged.entropy)
         for piece in pieces:
             part = slice(piece[0] - first, piece[1] - first)
-            if self._acts(found, part):
+            acting = self._acting(found, part)
+            if acting.numel():
                 hidden, rows = self._logits(slice(*piece))
-                self._backpropagate(slice(*piece), hidden, rows, stats[0], None, merged, found, part)
+                self._backpropagate(slice(*piece), hidden, rows, stats[0], None, merged, found, part, acting)
 
     def finish(self) -> None:
         """Complete the last chunk and start the sum of hidden gradients over ranks."""
@@ -174,8 +175,12 @@ class LinearPass:
             return
         merged = backend.combine(begun.gathered(), self._live.shard.rank)
         found = self._evaluate(begun.piece, merged.log_prob, merged.entropy)
-        if self._acts(found, slice(None)):
-            self._backpropagate(begun.piece, begun.hidden, begun.rows, begun.maximum, begun.kept, merged, found)
+        part = slice(None)
+        acting = self._acting(found, part)
+        if acting.numel():
+            self._backpropagate(
+                begun.piece, begun.hidden, begun.rows, begun.maximum, begun.kept, merged, found, part, acting
+            )
 
     def _evaluate(self, piece: slice, log_probs: Tensor, entropy: Tensor) -> PolicyLossOutput:
         index = self._live.index[piece]
@@ -187,9 +192,14 @@ class LinearPass:
             self.entropy[index] = entropy
         return found
 
-    def _acts(self, found: PolicyLossOutput, part: slice) -> bool:
-        """Whether some row of `part` has a gradient, and somebody wants it."""
-        return self._needs_gradient and bool(_acting(found, part).any())
+    def _acting(self, found: PolicyLossOutput, part: slice) -> Tensor:
+        """int64 [<= k], those of the k rows `part` that have a gradient; none when nobody wants one."""
+        if not self._needs_gradient:
+            return found.flags.new_empty(0, dtype=torch.int64)
+        acting = found.d_log_probs[part] != 0
+        if found.d_entropy is not None:
+            acting |= found.d_entropy[part] != 0
+        return acting.nonzero().squeeze(1)
 
     def _backpropagate(
         self,
@@ -200,7 +210,8 @@ class LinearPass:
         kept: Tensor | None,
         merged: Merged,
         found: PolicyLossOutput,
-        part: slice = slice(None),
+        part: slice,
+        acting: Tensor,
     ) -> None:
         """Gradients of the live rows `piece`, which are `part` of the statistics; logits become their gradient."""
         d_entropy = None if found.d_entropy is None else found.d_entropy[part]
@@ -214,20 +225,15 @@ class LinearPass:
             entropy_grad=d_entropy,
             out=gradient_memory(rows.logits, hidden.dtype),
         )
-        self._accumulate(piece, hidden, d, _acting(found, part))
+        self._accumulate(piece, hidden, d, acting)
 
     def _accumulate(self, piece: slice, hidden: Tensor, d: Tensor, acting: Tensor) -> None:
-        """The products with d [k, *], the gradient of the logits of `piece`, 0 where not `acting` [k]."""
-        index, rows = self._live.index[piece], acting.nonzero().squeeze(1)
-        if 2 * rows.numel() <= d.shape[0]:  # worth a copy: products over the other rows would add zeros
-            d, hidden, index = d[rows], hidden[rows], index[rows]
+        """The products with d [k, *], the gradient of the logits of `piece`, which is 0 but in the `acting` rows."""
+        index = self._live.index[piece]
+        if 2 * acting.numel() <= d.shape[0]:  # worth a copy: products over the other rows would add zeros
+            d, hidden, index = d[acting], hidden[acting], index[acting]
         weight = self._live.weight[: d.shape[1]]
         if self._d_hidden is not None:
             self._d_hidden[index] = hidden_gradient(d, weight)
         if self._d_weight is not None:
             add_weight_gradient(self._d_weight[: d.shape[1]], d, hidden)
-
-
-def _acting(found: PolicyLossOutput, part: slice) -> Tensor:
-    acting = found.d_log_probs[part] != 0
-    return acting if found.d_entropy is None else acting | (found.d_entropy[part] != 0)

@@ -54,10 +54,10 @@ class TePass(LinearPass):
     def _backward(
         self, piece: slice, leaf: Tensor, nll: Tensor, hidden: Tensor, found: PolicyLossOutput, part: slice
     ) -> None:
-        if not self._acts(found, part):
+        acting = self._acting(found, part)
+        if acting.numel() == 0:
             return
-        d_log_probs = found.d_log_probs[part]
-        (d,) = torch.autograd.grad(nll, leaf, -d_log_probs)
+        (d,) = torch.autograd.grad(nll, leaf, -found.d_log_probs[part])
         if self._live.inverse_temperature is not None:
             d = d * self._live.inverse_temperature[piece]
-        self._accumulate(piece, hidden, d.to(hidden.dtype) if d.is_cuda else d, d_log_probs != 0)
+        self._accumulate(piece, hidden, d.to(hidden.dtype) if d.is_cuda else d, acting)

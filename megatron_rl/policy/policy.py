@@ -32,7 +32,13 @@ from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.model import build_model
 from megatron_rl.policy.optimizer import Optimizer, wrap_for_gradients
 from megatron_rl.policy.packing import MicroBatch, pack, unpack
-from megatron_rl.policy.reduction import Totals, all_ranks_agree, gather_non_finite_samples, reduce_reports
+from megatron_rl.policy.reduction import (
+    Totals,
+    all_ranks_agree,
+    gather_non_finite_samples,
+    reduce_reports,
+    sum_over_context,
+)
 from megatron_rl.policy.reference import LogProbCache, ReferenceWeights
 from megatron_rl.policy.sharded_state import load_training_state, save_training_state
 from megatron_rl.weights.export import export_hf_weights
@@ -213,7 +219,7 @@ class Policy:
         microbatches = self._pack(batch, plan)
         self._set_training(True)
         self.optimizer.zero_grad()
-        head = LossHead(spec, self._projection, with_entropy)
+        head = LossHead(spec, self._projection, with_entropy, sum_over_context())
         reports = run_schedule(self._wrapped, microbatches, head, forward_only=False)
         totals = reduce_reports(batch, reports, self.optimizer.gradient_norm())
         if totals.finite:

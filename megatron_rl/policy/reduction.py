@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,3 +95,18 @@ def all_ranks_agree(condition: bool) -> bool:
     agreed = torch.tensor([int(condition)], device=device())
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return bool(agreed.item())
+
+
+def sum_over_context() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Adds up a tensor over the ranks that share this rank's sequences; None where sequences are whole."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return None
+
+    def summed(values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        return values
+
+    return summed
