@@ -28,6 +28,7 @@ from megatron_rl.policy.checkpoint import CheckpointError, first_line
 from megatron_rl.policy.distributed import device, peer_failure
 from megatron_rl.policy.exchange import on_every_rank, on_rank_zero
 from megatron_rl.policy.forward import LogProbHead, LossHead, Projection, run_schedule, sum_gradients
+from megatron_rl.policy.manifest import Manifest
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.model import build_model
 from megatron_rl.policy.optimizer import Optimizer, wrap_for_gradients
@@ -320,7 +321,7 @@ class Policy:
             logger.warning("loading %s failed", folder, exc_info=True)
             raise checkpoint.unreadable(folder, folder / "policy", error) from error
 
-    def _check(self, manifest: checkpoint.Manifest, folder: Path) -> None:
+    def _check(self, manifest: Manifest, folder: Path) -> None:
         key = "use_distributed_optimizer"
         stored = manifest.layout[key]
         if stored != self._cfg.parallel.use_distributed_optimizer:
