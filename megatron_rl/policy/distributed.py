@@ -147,7 +147,7 @@ def peer_failure(error: BaseException) -> str | None:
     where = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "a collective"
     reason = " ".join(text.split()).rpartition("] ")[2][:200]
     return (
-        f"rank {dist.get_rank()} was left alone in {where}: {reason}. Another trainer rank has ended or hangs: "
+        f"this rank was left alone in {where}: {reason}. Another trainer rank has ended or hangs: "
         "look at the logs of the others, or raise cluster.collective_timeout_s if it was only slow"
     )
 
