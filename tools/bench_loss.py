@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from tools import loss_bytes  # noqa: E402
 from tools.bench_common import load_average, spread  # noqa: E402
 from tools.bench_loss_sides import NAIVE, OURS, PRODUCTS, SIDES, Case, LeftOut, Problem, Step  # noqa: E402
 
@@ -60,6 +61,9 @@ class Measured:
 def main() -> int:
     """Print a table for each comparison."""
     arguments = _arguments()
+    if arguments.bytes:
+        print(loss_bytes.table())
+        return 0
     if arguments.peak_of:
         case, side = json.loads(arguments.peak_of)
         print(_peak_of_this_process(Case(**case), side))
@@ -92,6 +96,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=7, help="interleaved runs of each side (default 7)")
     parser.add_argument("--chunk", type=int, default=None, help="rows of a chunk (default 256 on a CPU, else 4096)")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default 1)")
+    parser.add_argument("--bytes", action="store_true", help="only print counted bytes per token and column")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     return parser.parse_args()
 
