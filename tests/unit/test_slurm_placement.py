@@ -52,7 +52,6 @@ def test_engines_share_the_nodes_of_the_trainer_when_colocated() -> None:
     )
     found = placed(cfg, 2)
     assert found.trainer == found.engines == ("node1", "node2")
-    assert found.is_colocated
 
 
 def test_a_replica_may_span_nodes() -> None:

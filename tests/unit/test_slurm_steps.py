@@ -59,7 +59,7 @@ def test_a_step_tells_its_first_bad_end_with_the_log_of_that_task(tmp_path: Path
     said = "srun: error: node2: tasks 4-7: Exited with exit code 1\nsrun: error: node1: task 0: Killed\n"
     argv = [sys.executable, "-c", f"import sys; sys.stderr.write({said!r}); sys.exit(137)"]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-    step = Step("trainer", process, f"{tmp_path}/trainer-%N-%t.log")
+    step = Step("trainer", process, tmp_path)
     step.read(tmp_path / "trainer.srun.log")
     process.wait(60)
     assert step.code == 137
@@ -73,7 +73,7 @@ def test_a_step_tells_its_first_bad_end_with_the_log_of_that_task(tmp_path: Path
 def test_a_lost_node_is_what_counts_although_the_step_ends_with_0(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], stderr=subprocess.PIPE, text=True)
     ended = [Ended("node1", "0", 137, "was killed"), Ended("node3", "", None, "was lost")]
-    step = Step("engines", process, f"{tmp_path}/%N-%t", ended)
+    step = Step("engines", process, tmp_path, ended)
     process.communicate()
     assert step.code == 0
     assert step.bad_nodes == ("node3",)

@@ -99,13 +99,11 @@ class Attempt:
         whole = p.shape.cpus
         if p.engines:
             command = [*verb, "serve", "--config", config, "--per-node", str(p.engines_per_node)]
-            layout = Layout(p.engines, len(p.engines), 1, whole, p.shape.gpus, overlap=p.is_colocated)
+            layout = Layout(p.engines, len(p.engines), 1, whole, p.shape.gpus)
             self._step("engines", layout, [*command, "--host", "0.0.0.0", "--logs", str(self._folder)])
-        layout = Layout(p.trainer[:1], 1, 1, p.controller_cpus, 0, overlap=True)
+        layout = Layout(p.trainer[:1], 1, 1, p.controller_cpus, 0)
         self._step("controller", layout, [*verb, "rollout", "--config", config, "--host", "0.0.0.0", "--outlive-term"])
-        layout = Layout(
-            p.trainer, p.world_size, p.ranks_per_node, p.cpus_per_rank, p.shape.gpus, overlap=p.is_colocated
-        )
+        layout = Layout(p.trainer, p.world_size, p.ranks_per_node, p.cpus_per_rank, p.shape.gpus)
         # Megatron warns at length about what a machine without CUDA lacks; an error must not drown in it.
         quiet = python("-W", "ignore::UserWarning", "-W", "ignore::FutureWarning", "-m", "megatron_rl.train")
         self._step("trainer", layout, [*quiet, config, *(["--from", str(checkpoint)] if checkpoint else [])])
@@ -194,7 +192,7 @@ class Attempt:
     def _dump_stacks(self) -> None:
         nodes = list(dict.fromkeys([*self._placement.trainer, *self._placement.engines]))
         command = python("-m", "megatron_rl.cluster.stacks", self._name, str(self._folder))
-        step = srun("stacks", Layout(nodes, len(nodes), 1, 1, 0, overlap=True), command, self._folder, 30, [])
+        step = srun("stacks", Layout(nodes, len(nodes), 1, 1, 0), command, self._folder, 30, [])
         deadline = time.monotonic() + DUMP_TIMEOUT_S
         while step.code is None and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -45,11 +45,6 @@ class Placement:
     controller_cpus: int
 
     @property
-    def is_colocated(self) -> bool:
-        """Engines share the trainer's nodes."""
-        return bool(set(self.trainer) & set(self.engines))
-
-    @property
     def cpus_per_rank(self) -> int:
         """CPUs of one trainer rank, those of the controller left out."""
         return max(1, (self.shape.cpus - self.controller_cpus) // self.ranks_per_node)

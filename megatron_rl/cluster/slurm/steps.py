@@ -70,7 +70,8 @@ class Step:
 
     name: str
     process: subprocess.Popen[str]
-    log_pattern: str
+    folder: Path
+    """Of its logs."""
     ended: list[Ended] = field(default_factory=list)
     """In the order in which srun reported them."""
     reader: threading.Thread | None = None
@@ -112,7 +113,7 @@ class Step:
     def log_file(self, ended: Ended) -> Path:
         """The log of a task (the first one, when several ended together)."""
         task = re.split("[,-]", ended.task)[0]
-        return Path(self.log_pattern.replace("%N", ended.node).replace("%t", task))
+        return self.folder / f"{self.name}-{ended.node}-{task}.log"
 
     def read(self, report: Path) -> None:
         """Collect what srun says, in a thread, until it ends."""
@@ -139,16 +140,18 @@ class Layout:
     tasks_per_node: int
     cpus_per_task: int
     gpus: int
-    overlap: bool
 
 
 def srun(name: str, layout: Layout, command: Sequence[str], folder: Path, wait_s: float, more: Sequence[str]) -> Step:
     """Start `command` as step `name`; logs go to FOLDER/NAME-NODE-TASK.log, srun's own words to FOLDER/NAME.srun.log.
 
     When a task ends, the others have `wait_s` seconds to end as well: a rank that has saved itself leaves before those
-    that still write. --no-kill=off: without a node the step is over, although the job goes on.
+    that still write.
+
+    --no-kill=off: without a node the step is over, although the job goes on. --exact: only the CPUs that are asked for,
+    free ones first. --overlap: Slurm loses count of the free ones when a node leaves the job, and a step that insists
+    on them is never created; that steps do not get in each other's way is up to `placement.py`.
     """
-    pattern = f"{folder}/{name}-%N-%t.log"
     argv = [
         "srun",
         f"--job-name={name}",
@@ -158,14 +161,15 @@ def srun(name: str, layout: Layout, command: Sequence[str], folder: Path, wait_s
         f"--ntasks-per-node={layout.tasks_per_node}",
         f"--cpus-per-task={layout.cpus_per_task}",
         *([f"--gpus-per-node={layout.gpus}"] if layout.gpus else ["--gres=none"]),
-        "--overlap" if layout.overlap else "--exact",
+        "--exact",
+        "--overlap",
         "--no-kill=off",
         "--kill-on-bad-exit=0",
         f"--wait={max(1, round(wait_s))}",
         "--mpi=none",
         "--input=none",
         "--open-mode=append",
-        f"--output={pattern}",
+        f"--output={str(folder).replace('%', '%%')}/{name}-%N-%t.log",
         *more,
         *command,
     ]
@@ -178,7 +182,7 @@ def srun(name: str, layout: Layout, command: Sequence[str], folder: Path, wait_s
         text=True,
         start_new_session=True,  # a signal to the batch script's group is passed on by us alone
     )
-    step = Step(name, process, pattern)
+    step = Step(name, process, folder)
     step.read(folder / f"{name}.srun.log")
     return step
 
