@@ -131,6 +131,7 @@ KILLS = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [20])
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: Path, inputs: Path, seed: int) -> None:
     """Twelve steps with groups that are filtered and sampled ahead, over several epochs of eight prompts.
