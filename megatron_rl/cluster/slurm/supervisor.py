@@ -120,7 +120,8 @@ class Supervisor:
     def _attempt(self, checkpoint: Path | None) -> Outcome:
         usable = self._allocation.usable(self._allocation.nodes())
         placement = place(self._cfg, self._needed, usable, self._allocation.shape, self._record.strikes)
-        self._prepare(checkpoint, placement)
+        cfg = self._cfg_of(placement)
+        self._prepare(checkpoint, cfg)
         nodes = {"trainer": [*placement.trainer], "engines": [*placement.engines], "spare": [*placement.spares]}
         number = self._record.begin(nodes, self._name(checkpoint))
         folder = self._folder / f"attempt-{number}"
@@ -132,14 +133,13 @@ class Supervisor:
         log.info("  follow it: tail -f '%s/trainer-%s-0.log'", folder, placement.trainer[0])
         name = f"{self._allocation.job}-{number}-{secrets.token_hex(4)}"
         notice = Notice(lambda: self._signalled.at)
-        outcome = Attempt(self._cfg_of(placement), placement, self._allocation, folder, name, notice).run(checkpoint)
+        outcome = Attempt(cfg, placement, self._allocation, folder, name, notice).run(checkpoint)
         self._record.finish(outcome.verdict.value, outcome.reason, outcome.nodes, outcome.first_row_s)
         say = log.error if outcome.verdict is Verdict.FAILED else log.info
         say("attempt %d %s: %s", number, outcome.verdict.value, outcome.reason)
         return outcome
 
-    def _prepare(self, checkpoint: Path | None, placement: Placement) -> None:
-        cfg = self._cfg_of(placement)
+    def _prepare(self, checkpoint: Path | None, cfg: Config) -> None:
         self._run.prepare(self._start.first is not None or bool(self._record.attempts))
         if checkpoint:
             for change in require_same_run(self._run.config, cfg, self._start.accept_changes):
