@@ -190,7 +190,7 @@ def splits(draw: st.DrawFn, responses: int, even: bool = False) -> Split:
     return Split(groups, context, draw(st.integers(0, 3)), draw(st.integers(0, 2)), even)
 
 
-def drawn(strategy: st.SearchStrategy[Result], size: Callable[[Result], float], tries: int = 10) -> Result:
+def drawn(strategy: st.SearchStrategy[Result], size: Callable[[Result], float], tries: int = 5) -> Result:
     """One value, always the same one: the largest of a few, since the first ones are the simplest."""
     found: list[Result] = []
 

@@ -55,14 +55,18 @@ def recipes() -> dict[str, Recipe]:
     }
 
 
-EXTRAS = st.fixed_dictionaries(
-    {
-        "kl_coef": st.sampled_from([0.0, 0.3]),
-        "kl": st.sampled_from(["k2", "k3"]),
-        "kl_unbiased": st.booleans(),
-        "entropy_coef": st.sampled_from([0.0, 0.05]),
-        "renormalise": st.booleans(),
-    }
+KL_FORMS: list[dict[str, Any]] = [
+    {"kl_coef": 0.3, "kl": "k3", "kl_unbiased": True},
+    {"kl_coef": 0.3, "kl": "k2", "kl_unbiased": True},
+    {"kl_coef": 0.3, "kl": "k3", "kl_unbiased": False},
+    {"kl_coef": 0.3, "kl": "k2", "kl_unbiased": False},
+    {"kl_coef": 0.0},
+]
+EXTRAS = st.builds(
+    lambda kl, entropy_coef, renormalise: {**kl, "entropy_coef": entropy_coef, "renormalise": renormalise},
+    st.sampled_from(KL_FORMS),
+    st.sampled_from([0.05, 0.0]),
+    st.booleans(),
 )
 """What is combined with every recipe, as fields of it."""
 

@@ -98,13 +98,15 @@ def _references(paths: Paths, cases: list[Case]) -> tuple[dict[bool, Inputs], di
 
 
 def _with_policies(batch: SequenceBatch, log_probs: np.ndarray) -> SequenceBatch:
-    """Old, reference and behaviour log-probs near the policy's own but away from every clip bound."""
+    """Old, reference and behaviour log-probs near the policy's own but away from every clip bound; NaN where masked."""
     rng = np.random.default_rng(5)
 
     def near(steps: list[float]) -> np.ndarray:
-        return (log_probs + rng.choice(steps, size=log_probs.shape)).astype(np.float32)
+        values = log_probs + rng.choice(steps, size=log_probs.shape)
+        return np.where(batch.mask, values, np.nan).astype(np.float32)
 
     return batch.with_arrays(
+        advantages=np.where(batch.mask, batch.advantages, np.float32(np.nan)),
         old_log_probs=near([-1.5, -0.4, -0.1, 0.05, 0.1, 0.4]),
         reference_log_probs=near([-0.3, 0.2, 0.6]),
         behaviour_log_probs=near([-0.2, 0.1, 0.3]),
