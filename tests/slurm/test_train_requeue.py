@@ -76,12 +76,14 @@ def test_preemption_the_time_limit_and_a_requeue_in_mid_save_lose_nothing(
     assert run.job.restarts == 3
 
 
-def test_the_limit_of_the_partition_ends_in_a_checkpoint_and_the_queue(
+def test_near_its_time_limit_a_run_on_shared_nodes_saves_itself_and_queues_again(
     slurm: MiniSlurm, inputs: Path, tmp_path: Path
 ) -> None:
     options = ["--time=4", "--signal=B:USR2@100"]
-    run = submit_run(slurm, tmp_path / "run", inputs, *TINY, "steps=100000", options=options)
+    words = (*TINY, "steps=100000", "cluster.placement=colocated")
+    run = submit_run(slurm, tmp_path / "run", inputs, *words, nodes=2, options=options)
     wait_until(lambda: run.job.restarts == 1, PATIENCE_S, "the requeue", run.job.describe)
     assert "got SIGUSR2" in run.job.output()
+    assert run.attempts[0]["nodes"] == {"trainer": ["node1", "node2"], "engines": ["node1"], "spare": []}
     assert newest(run) > "step-000000"
     assert_books_whole(run)
