@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.cluster.bootstrap import BootstrapError, find_place
+from megatron_rl.cluster.bootstrap import find_place
 from megatron_rl.cluster.meeting import MeetingError
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.cluster.started import BootstrapError
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.data import DataError
 from megatron_rl.files import disk_failure

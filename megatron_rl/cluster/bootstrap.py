@@ -1,59 +1,22 @@
-"""Which rank this process is, by what started it: torchrun, srun, MPI or `megatron-rl train`. Nothing else reads that.
+"""Which rank this process is and how it meets the others; what its children inherit. Nothing else reads who we are.
 
-    RANK set              torchrun or `megatron-rl train`, also inside a Slurm job: they were started last
-    OMPI_, PMI_, PMIX_    mpirun, mpiexec, or srun --mpi=pmix|pmi2: MPI is asked, through mpi4py
-    SLURM_STEP_ID set     plain srun: the variables of the step, never those of the job
-
-The variables of the job describe the allocation, not the world: in the body of a batch script SLURM_PROCID and
-SLURM_NTASKS look like rank 0 of many, although nobody else was started. Whatever contradicts itself is refused here,
-since the alternative is a hang: one message names the variable, its value and the line to change.
+`started.py` reads the environment, `mpi.py` asks MPI where MPI launched us, `meeting.py` finds rank 0.
 """
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .meeting import InRunDir, Meeting, ThroughMpi, ToldByTorchrun
-from .nodelist import NodelistError, expand
+from .meeting import InRunDir, Meeting, ToldByTorchrun
+from .mpi import mpi_world
+from .started import LAUNCH, started
 
-log = logging.getLogger(__name__)
-
-LAUNCH = "MEGATRON_RL_LAUNCH"
-"""Set by `megatron-rl train` for its ranks: a name for this start, under which they meet."""
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LAUNCH)
 LAUNCHER_PREFIXES = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "OMPI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-MPI_LAUNCHERS = {
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-}
-"""Open MPI's, and that of MPICH and its relatives: rank, size and local rank."""
-SRUN = "srun python -m megatron_rl.train CONFIG"
-
-
-class BootstrapError(RuntimeError):
-    """What started this process does not say consistently which rank it is; the message says what to change."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """What the environment says about this process."""
-
-    by: str
-    """The launcher, as a user would write it."""
-    rank: int
-    world_size: int
-    local_rank: int
-    """Among the ranks of this node."""
-    key: str = ""
-    """Name of this world among all that use the same run directory; empty when it needs none."""
-    mpi: bool = False
-    """Started by MPI's own launcher or through Slurm's MPI plugin."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +35,7 @@ def find_place(environ: Mapping[str, str], folder: Path) -> Place:
     Raises BootstrapError when the environment is incomplete or contradicts itself, or MPI sees another world.
     """
     start = started(environ)
-    meeting: Meeting | None = _mpi_world(start) if start.mpi else None
+    meeting: Meeting | None = mpi_world(start) if start.mpi else None
     if meeting is None and start.key:
         who = f"the {start.world_size} that {start.by} started"
         file = folder / f"trainer-{start.key}.json"
@@ -97,184 +60,3 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def task_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
     """Slurm's name of this node and the number of this task in its step; outside a step, the machine's name and 0."""
     return environ.get("SLURMD_NODENAME", socket.gethostname()), int(environ.get("SLURM_PROCID", "0"))
-
-
-# ------------------------------------------------------------------------------------------- reading the environment
-
-
-def started(environ: Mapping[str, str]) -> Started:
-    """Who started this process, and as which rank: a pure function of the environment.
-
-    Raises BootstrapError as `find_place`.
-    """
-    step = _slurm_step(environ) if "SLURM_STEP_ID" in environ else None
-    mpi = _mpi_launch(environ, step)
-    if "RANK" in environ:
-        return _torch_ranks(environ, mpi or step, step)
-    found = mpi or step
-    if found is not None:
-        return found
-    if "SLURM_PROCID" in environ:
-        raise BootstrapError(
-            f"SLURM_PROCID={environ['SLURM_PROCID']} is set but SLURM_STEP_ID is not: this is the batch script itself, "
-            f"one process, although SLURM_NTASKS={environ.get('SLURM_NTASKS', 'unset')}. In the script, write: {SRUN}"
-        )
-    if "SLURM_JOB_ID" in environ:
-        raise BootstrapError(
-            f"SLURM_JOB_ID={environ['SLURM_JOB_ID']} is set but SLURM_STEP_ID is not: this shell holds an allocation, "
-            f"and nothing was started on its nodes. Write: {SRUN}"
-        )
-    raise BootstrapError(
-        "neither RANK nor SLURM_STEP_ID nor a variable of MPI is set: this process was not started as a rank. Start it "
-        "with `megatron-rl train`, torchrun, srun or mpirun"
-    )
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name)
-    if text is None or not text.isdecimal():
-        raise BootstrapError(
-            f"{name}={text if text is not None else '(unset)'} should be a whole number: the environment of the "
-            "launcher did not arrive whole. Do not set or unset its variables between it and this process"
-        )
-    return int(text)
-
-
-def _torch_ranks(environ: Mapping[str, str], outer: Started | None, step: Started | None) -> Started:
-    """RANK and the others. They hold inside a Slurm step or under MPI too, unless they were exported for all ranks."""
-    local = LAUNCH in environ
-    needed = ["RANK", "WORLD_SIZE", "LOCAL_RANK"] + ([] if local else ["MASTER_ADDR", "MASTER_PORT"])
-    missing = [name for name in needed if name not in environ]
-    if missing:
-        raise BootstrapError(
-            f"RANK={environ['RANK']} is set but {', '.join(missing)} not: torchrun sets all of {', '.join(needed)}. "
-            "Start the ranks with torchrun, or unset RANK where srun or mpirun starts them"
-        )
-    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    if rank >= world:
-        raise BootstrapError(f"RANK={rank} is not below WORLD_SIZE={world}; do not set either by hand")
-    elastic = "TORCHELASTIC_RUN_ID" in environ
-    if elastic and step is not None and step.world_size != _number(environ, "GROUP_WORLD_SIZE"):
-        raise BootstrapError(
-            f"SLURM_STEP_NUM_TASKS={step.world_size} torchruns were started, but GROUP_WORLD_SIZE="
-            f"{environ['GROUP_WORLD_SIZE']} of them found each other. Write srun --ntasks-per-node=1 torchrun --nnodes="
-            "NODES --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or leave torchrun out: " + SRUN
-        )
-    if not (elastic or local) and outer is not None and (outer.rank, outer.world_size) != (rank, world):
-        raise BootstrapError(
-            f"RANK={rank} and WORLD_SIZE={world} are set, but {outer.by} started this as rank {outer.rank} of "
-            f"{outer.world_size}: they were exported before it. Remove `export RANK` and `export WORLD_SIZE`"
-        )
-    by = "`megatron-rl train`" if local else "torchrun"
-    return Started(by, rank, world, _number(environ, "LOCAL_RANK"), environ.get(LAUNCH, ""))
-
-
-def _slurm_step(environ: Mapping[str, str]) -> Started:
-    """The step that srun made. Refuses what sbatch inherited from a step in which it was called."""
-    world, tasks = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_NTASKS")
-    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
-    node, nodes = environ.get("SLURMD_NODENAME"), environ.get("SLURM_STEP_NODELIST", "(unset)")
-    contradiction = ""
-    if world != tasks:
-        contradiction = f"SLURM_NTASKS={tasks} but SLURM_STEP_NUM_TASKS={world}"
-    elif rank >= world:
-        contradiction = f"SLURM_PROCID={rank} but SLURM_STEP_NUM_TASKS={world}"
-    elif node is not None and node not in _names(nodes):
-        contradiction = f"SLURMD_NODENAME={node} is not in SLURM_STEP_NODELIST={nodes}"
-    if contradiction:
-        raise BootstrapError(
-            f"{contradiction}: the variables of the step are another step's, as in a batch script that was submitted "
-            f"from inside a step. In the script, write: {SRUN}; and submit with: env -u SLURM_STEP_ID sbatch ..."
-        )
-    restart = environ.get("SLURM_RESTART_COUNT", "0")
-    key = f"{_number(environ, 'SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}.{restart}"
-    return Started("srun", rank, world, local_rank, key)
-
-
-def _names(nodelist: str) -> list[str]:
-    try:
-        return expand(nodelist)
-    except NodelistError as error:
-        raise BootstrapError(f"SLURM_STEP_NODELIST: {error}; do not change it between srun and this process") from error
-
-
-def _mpi_launch(environ: Mapping[str, str], step: Started | None) -> Started | None:
-    """By mpirun or mpiexec, inside a Slurm job or not, or by srun with one of its MPI plugins; None without MPI."""
-    for by, names in MPI_LAUNCHERS.items():
-        if names[0] in environ and names[2] in environ:
-            rank, size, local_rank = (_number(environ, name) for name in names)
-            return Started(by, rank, size, local_rank, mpi=True)
-    name = next((name for name in ("PMI_RANK", "PMIX_RANK") if name in environ), None)
-    if name is None:
-        return None
-    if step is None:
-        raise BootstrapError(
-            f"{name}={environ[name]} is set, but neither SLURM_STEP_ID nor a variable of mpirun or mpiexec: this "
-            "launcher is not known here. Start the ranks with mpirun, mpiexec or srun"
-        )
-    plugin = "pmi2" if name == "PMI_RANK" else "pmix"
-    if _number(environ, name) != step.rank:
-        raise BootstrapError(
-            f"{name}={environ[name]} but SLURM_PROCID={step.rank}: they come from two launchers, one inside the other. "
-            f"Let one of them start the ranks: srun --mpi={plugin} python -m megatron_rl.train CONFIG"
-        )
-    return replace(step, by=f"srun --mpi={plugin}", mpi=True)
-
-
-# ----------------------------------------------------------------------------------------------------------- asking MPI
-
-
-def _mpi_world(start: Started) -> ThroughMpi | None:
-    """MPI's world as a place to meet; None where srun started us and there is no mpi4py: the step's variables do."""
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        if start.key:
-            return None
-        raise BootstrapError(
-            f"{start.by} started this process, but mpi4py cannot be used: {error}. Install it (pip install "
-            "'megatron-rl[mpi]', with an MPI library), or start the ranks with torchrun or srun"
-        ) from error
-    _warn_of_abort(start, MPI)
-    MPI.Init_thread(MPI.THREAD_SERIALIZED)
-    _check_world(start, MPI)
-    # Not left to the end of the process, where it would wait for the others, also when this rank fails.
-    return ThroughMpi(MPI.COMM_WORLD, MPI.Finalize)
-
-
-def _warn_of_abort(start: Started, mpi: Any) -> None:
-    """Before MPI starts: where it does not fit its launcher, it may end this process without a word of ours."""
-    library = _library(mpi)
-    is_open_mpi = "Open MPI" in library
-    if is_open_mpi != (start.by in ("mpirun", "srun --mpi=pmix")):
-        log.warning(
-            "%s started this process, and mpi4py uses %s, which may not understand that. If MPI aborts now: %s",
-            start.by,
-            library,
-            _other_launcher(start),
-        )
-
-
-def _library(mpi: Any) -> str:
-    """`MPICH Version: 5.0.2` or `Open MPI v4.1.4`."""
-    first = mpi.Get_library_version().splitlines()[0].split(",")[0]
-    return " ".join(first.replace("\0", "").split())
-
-
-def _other_launcher(start: Started) -> str:
-    if start.key:
-        return "choose another plugin (srun --mpi=list) or none (srun --mpi=none); without one, Slurm alone is asked"
-    return f"use the {start.by} of that library, or point MPI4PY_LIBMPI at the libmpi of this one"
-
-
-def _check_world(start: Started, mpi: Any) -> None:
-    comm = mpi.COMM_WORLD
-    if (comm.rank, comm.size) == (start.rank, start.world_size):
-        return
-    raise BootstrapError(
-        f"{start.by} started rank {start.rank} of {start.world_size}, but MPI sees rank {comm.rank} of {comm.size}: "
-        f"{_library(mpi)}, which mpi4py uses, does not belong to this launcher: {_other_launcher(start)}"
-    )

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from megatron_rl.config import Config, dump
 
-from .bootstrap import LAUNCH, child_environment
+from .bootstrap import child_environment
 from .processes import EXIT_RESUMABLE, Role, start, stop
 from .resume import Resume, require_same_run
 from .run_dir import RunDir
+from .started import LAUNCH
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ import sys
 import threading
 from pathlib import Path
 
-from megatron_rl.cluster.bootstrap import BootstrapError, find_place
+from megatron_rl.cluster.bootstrap import find_place
+from megatron_rl.cluster.started import BootstrapError
 
 WAIT_S = 60.0
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import megatron_rl
-from megatron_rl.cluster.bootstrap import BootstrapError, Started, child_environment, started
+from megatron_rl.cluster.bootstrap import child_environment
+from megatron_rl.cluster.started import BootstrapError, Started, started
 
 BATCH = {
     "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "node[1-2]",
@@ -122,4 +123,4 @@ def test_nothing_else_reads_the_variables_of_a_rank() -> None:
         r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|MASTER_\w+|SLURMD_NODENAME|SLURM_(PROCID|LOCALID|NTASKS|STEP_\w+)|PMIX?_|OMPI_)"""
     )
     readers = {path.name for path in package.rglob("*.py") if names.search(path.read_text("utf-8"))}
-    assert readers == {"bootstrap.py", "local.py"}  # which sets them
+    assert readers == {"bootstrap.py", "started.py", "local.py"}  # the last one sets them
