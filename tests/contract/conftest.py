@@ -36,6 +36,19 @@ class Reference:
         places = torch.arange(len(prompt) - 1, len(tokens) - 1)
         return log_probs[places, torch.tensor(output, dtype=torch.int64)].numpy()
 
+    def prompt_before(self, token: int) -> list[int]:
+        """The two tokens, of many pairs, after which `token` is the most probable by the widest margin."""
+        best, pair = -torch.inf, [0, 0]
+        vocabulary = torch.arange(self.model.config.vocab_size)
+        for first in vocabulary[::10]:
+            with torch.inference_mode():
+                logits = self.model(torch.stack((first.expand_as(vocabulary), vocabulary), 1)).logits[:, -1]
+            margin = logits[:, token] - logits.index_fill(1, torch.tensor([token]), -torch.inf).amax(1)
+            if margin.max() > best:
+                best, pair = float(margin.max()), [int(first), int(margin.argmax())]
+        assert best > 0.01, "no pair of tokens makes it the most probable one"
+        return pair
+
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The `count` most probable continuations, one by one."""
         tokens = list(prompt)
@@ -82,23 +95,27 @@ def running_server(request: pytest.FixtureRequest) -> Server:
     return wait_until_ready(next(server for server in servers if server.kind == request.param))
 
 
-@pytest.fixture(scope="session")
-def embedded_server(_servers: list[Server]) -> Server:
-    """The embedded engine, for what only it does."""
-    return wait_until_ready(_servers[0])
-
-
 @pytest.fixture
 def server(running_server: Server) -> Iterator[Server]:
     """The server, idle, unpaused and on model a as version w0 before and after each test."""
     yield running_server
-    running_server.ok("/abort_request", {"abort_all": True})
-    running_server.ok("/continue_generation", {})
-    running_server.wait_for_load("idle", lambda load: not load["num_running_reqs"] and not load["num_waiting_reqs"])
-    info = running_server.ok("/model_info")
-    if (info["weight_version"], info["model_path"]) != ("w0", str(running_server.model)):
-        update = {"model_path": str(running_server.model), "weight_version": "w0"}
-        running_server.ok("/update_weights_from_disk", update)
+    _reset(running_server)
+
+
+@pytest.fixture
+def embedded_server(_servers: list[Server]) -> Iterator[Server]:
+    """The embedded engine, likewise, for what only it does."""
+    yield wait_until_ready(_servers[0])
+    _reset(_servers[0])
+
+
+def _reset(server: Server) -> None:
+    server.ok("/abort_request", {"abort_all": True})
+    server.ok("/continue_generation", {})
+    server.wait_for_load("idle", lambda load: not load["num_running_reqs"] and not load["num_waiting_reqs"])
+    info = server.ok("/model_info")
+    if (info["weight_version"], info["model_path"]) != ("w0", str(server.model)):
+        server.ok("/update_weights_from_disk", {"model_path": str(server.model), "weight_version": "w0"})
 
 
 @pytest.fixture(scope="session")

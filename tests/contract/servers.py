@@ -23,6 +23,7 @@ from megatron_rl.config import dump
 from megatron_rl.config.engine import KEY_FILE
 from megatron_rl.engines.embedded.options import SPARE_TOKENS
 from megatron_rl.engines.sglang_install import find_python
+from megatron_rl.rollout.session import error_text
 from tests.unit.rollout_rig import config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -42,8 +43,8 @@ class Answer:
 
     @property
     def message(self) -> str:
-        """The message of an error body."""
-        return self.body["error"]["message"] if isinstance(self.body, dict) else str(self.body)
+        """The message of an error body, as our client reads it."""
+        return error_text(json.dumps(self.body).encode())
 
 
 @dataclass

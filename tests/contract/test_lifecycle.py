@@ -43,7 +43,14 @@ def test_model_that_cannot_be_served_is_one_message_and_status_1() -> None:
     [
         (["--model", "/nonexistent"], "error: serve: model /nonexistent: no config.json there"),
         (["--model", "{model}", "--host", "192.0.2.1"], "error: serve: cannot listen on 192.0.2.1:30000"),
-        (["--model", "{model}", "--engine", "sglang"], "'sglang' is not"),
+        (
+            ["--model", "{model}", "--engine", "sglang", "--python", "/nonexistent"],
+            "engine.python=/nonexistent: no such",
+        ),
+        (
+            ["--model", "{model}", "--api-key-file", "/nonexistent"],
+            "error: --api-key-file=/nonexistent: cannot be read",
+        ),
         ([], "error: serve: give --model DIR, or --config of a run"),
     ],
 )

@@ -211,14 +211,33 @@ def _index_names_a_missing_file(folder: Path) -> str:
         _index_names_a_missing_file,
     ],
 )
-def test_failed_update_keeps_the_old_weights(server: Server, tmp_path: Path, damage: Any) -> None:
+def test_failed_update_keeps_the_old_weights(embedded_server: Server, tmp_path: Path, damage: Any) -> None:
+    """A real SGLang loads what it finds of a missing tensor's model, and ends at one of a wrong shape."""
+    server = embedded_server
     folder = Path(shutil.copytree(server.other_model, tmp_path / "damaged"))
     reason = damage(folder)
     before = server.checksums()
-    body = {"model_path": str(folder), "weight_version": "w1"}
-    answer = server.call("/update_weights_from_disk", body)
+    message = refuse(server, folder)
+    assert reason in message
+    assert server.checksums() == before
+
+
+@pytest.mark.parametrize("damage", [_missing_folder, _no_weights])
+def test_weights_that_are_not_there_are_refused_and_the_next_ones_taken(
+    server: Server, tmp_path: Path, damage: Any
+) -> None:
+    folder = Path(shutil.copytree(server.other_model, tmp_path / "damaged"))
+    damage(folder)
+    before = server.checksums()
+    assert refuse(server, folder)
+    update(server, server.model, weight_version="w0")
+    assert server.checksums() == before
+
+
+def refuse(server: Server, folder: Path) -> str:
+    """The message with which an update from `folder` is refused."""
+    answer = server.call("/update_weights_from_disk", {"model_path": str(folder), "weight_version": "w1"})
     assert answer.status == 400
     assert answer.body["success"] is False
-    assert reason in answer.body["message"]
-    assert server.checksums() == before
     assert server.ok("/model_info")["weight_version"] == "w0"
+    return str(answer.body["message"])
