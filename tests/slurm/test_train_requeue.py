@@ -38,7 +38,7 @@ def test_the_quickstart_completes_on_three_nodes_and_the_reward_rises(
     assert_books_whole(run)
 
 
-def test_preemption_the_time_limit_and_a_requeue_in_mid_save_lose_nothing(
+def test_preemption_a_signal_to_the_script_and_a_requeue_in_mid_save_lose_nothing(
     slurm: MiniSlurm, inputs: Path, tmp_path: Path
 ) -> None:
     run = submit_run(slurm, tmp_path / "run", inputs, *TINY, "steps=100000", options=["--partition=low"])
