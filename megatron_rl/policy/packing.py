@@ -103,7 +103,7 @@ def pack(
     trainable = batch.mask[source + 1]
     borders = np.append(0, np.cumsum(segments))
     sequence = np.repeat(np.arange(segments.size), segments)
-    lengths = np.bincount(sequence[:num_rows], weights=trainable, minlength=segments.size)
+    lengths = np.bincount(sequence[:num_rows], weights=trainable, minlength=segments.size).astype(np.float64)
 
     def tensor(values: np.ndarray, fill: float) -> Tensor:
         padded = np.pad(values, (0, padding), constant_values=fill)

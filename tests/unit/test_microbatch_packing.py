@@ -51,6 +51,21 @@ def test_rows_read_a_token_and_carry_what_belongs_to_the_next(lengths, multiple,
     assert packed.num_rows - row < multiple + (row == 0)
 
 
+@given(LENGTHS, st.integers(1, 8), st.integers(0, 99))
+def test_every_row_knows_its_sequence_and_every_sequence_its_trainable_tokens(lengths, multiple, seed):
+    batch = make_batch(lengths, seed)
+    packed = pack(batch, range(len(lengths)), multiple)
+    starts, sequences = packed.sequence_starts, packed.sequences
+    assert [*starts, packed.num_rows] == packed.cu_seqlens.tolist()
+    assert torch.equal(
+        sequences.index, torch.bucketize(torch.arange(packed.num_rows), torch.tensor(starts[1:]), right=True)
+    )
+    counts = [count for count, length in zip(batch.trainable_counts, lengths, strict=True) if length > 1]
+    assert sequences.lengths.dtype == torch.float64
+    assert sequences.lengths.tolist() == counts + [0.0] * (len(starts) - len(counts))
+    assert sequences.sum_over_ranks is None
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_temperature_shared_by_all_sequences_is_one_number(temperature):
     batch = dataclasses.replace(make_batch([3, 4]), temperature=np.full(2, temperature, dtype=np.float32))
