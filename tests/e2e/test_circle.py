@@ -18,7 +18,8 @@ import pytest
 
 from megatron_rl.monitor.metric_names import METRICS, undocumented
 
-from .runs import QUICKSTART, ROOT, FinishedRun, make_inputs, train
+from .live import LiveRun, processes_of
+from .runs import ROOT, FinishedRun, make_inputs, train
 
 pytestmark = pytest.mark.e2e
 SHORT = (
@@ -49,19 +50,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> FinishedRun:
     finished = train(folder, inputs, "steps=3", *SHORT)
     assert finished.code == 0, finished.output
     return finished
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines that name this run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if str(folder) in line and int(entry.name) != os.getpid():
-            found.append(line)
-    return found
 
 
 def test_three_steps_at_tp2_are_written_down(run: FinishedRun) -> None:
@@ -164,27 +152,17 @@ def test_a_run_uses_a_server_that_runs_already_and_leaves_it_running(served: str
 
 def test_term_saves_the_run_and_ends_it_with_75(tmp_path: Path, inputs: Path) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(QUICKSTART), f"run_dir={folder}"]
-    command += [f"vars.inputs={inputs}", "logging.console=plain", "steps=1000", *SHORT, "checkpoint.every=0"]
-    with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-        deadline = time.monotonic() + 240
-        while "RL 1/1000" not in (tmp_path / "output").read_text():
-            assert process.poll() is None, (tmp_path / "output").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 75, (tmp_path / "output").read_text()
-    said = (tmp_path / "output").read_text()
+    with LiveRun(folder, inputs, "steps=1000", *SHORT, "checkpoint.every=0") as run:
+        run.wait_for_step(1)
+        run.send(signal.SIGTERM, "launcher")
+        assert run.end() == 75, run.output  # and no process is left
+        said = run.output
     assert "asked to end: saving the run first, which may take 300 s at most" in said
     assert f"the same command with --resume goes on with {folder}" in said
     saved = sorted(p.name for p in (folder / "checkpoints").iterdir())
     assert saved[0] == "step-000000"  # after the warm-up
     assert len(saved) == 2
     assert saved[1].startswith("step-")
-    assert processes_of(folder) == []
 
 
 @pytest.mark.parametrize(
