@@ -125,7 +125,7 @@ def token_loss_kernel(
     ratio, d_ratio = _safe_exp(logp - old)
     if KIND == "sequence":
         whole, d_whole = _safe_exp(tl.load(sequence_log_ratio + t, mask=ok, other=0.0))
-        value, slope, flag = _surrogate(whole, d_whole, a, low, high, dual, HAS_DUAL)
+        value, slope, flag = _surrogate(whole, d_whole, a, low, high, dual, False)
     else:
         value, slope, flag = _token_term(logp, ratio, d_ratio, a, low, high, dual, KIND, HAS_DUAL)
     if ESTIMATOR != "none":

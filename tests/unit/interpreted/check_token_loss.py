@@ -62,7 +62,8 @@ def agree(found, wanted, rtol=1e-12):
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_closed_form_is_the_gradient(kind, correction):
-    for seed, (dual, kl, entropy_coef) in enumerate(itertools.product((None, 3.0), KL, (0.0, 0.02))):
+    duals = (None, 3.0) if kind == "ppo" else (None,)
+    for seed, (dual, kl, entropy_coef) in enumerate(itertools.product(duals, KL, (0.0, 0.02))):
         estimator, unbiased = kl or ("k3", True)
         spec = LossSpec(
             kind=kind,
