@@ -99,13 +99,19 @@ class Job:
         self.slurm.run("scontrol", "requeue", self.id)
 
     def wait_for_restart(self, restarts: int = 1, *, timeout_s: float) -> None:
-        """Wait until the job has started again, without the two minutes that Slurm lets a requeued job wait."""
+        """Wait until the job has started again, without the two minutes that Slurm lets a requeued job wait.
+
+        Not without any: a node refuses a job that starts in the very second in which it was killed there.
+        """
+        hastened = False
 
         def started() -> bool:
+            nonlocal hastened
             fields = self.fields()
             requeued = int(fields["Restarts"]) >= restarts
-            if requeued and fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
-                self.slurm.run("scontrol", "update", f"jobid={self.id}", "starttime=now")
+            if requeued and not hastened and fields["JobState"] == "PENDING":
+                self.slurm.run("scontrol", "update", f"jobid={self.id}", "starttime=now+2")
+                hastened = True
             return requeued and fields["JobState"] in ("RUNNING", *ENDED)
 
         wait_until(started, timeout_s, f"restart {restarts} of job {self.id}", self.describe)

@@ -44,7 +44,7 @@ def test_a_requeued_job_runs_again_under_its_id(slurm: MiniSlurm, tmp_path: Path
     job.wait_for(lambda: "start" in job.output(), 30, "the first start")
     job.requeue()
     job.wait_for_restart(timeout_s=60)
-    assert job.wait_for_end(timeout_s=30) == "COMPLETED"
+    assert job.wait_for_end(timeout_s=30) == "COMPLETED", job.describe()
     assert job.output().split("\n")[-2] == "start 1"
 
 
