@@ -29,6 +29,7 @@ from tests.unit.rollout_rig import config
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 120.0
 SGLANG = Path(os.environ.get("MEGATRON_RL_SGLANG_PYTHON") or find_python(None))
 """The interpreter of the environment with a real SGLang, which these tests use when it is there."""
 NO_SGLANG = "needs SGLang: launch/install_sglang.sh installs it"
@@ -159,7 +160,7 @@ class Server(Client):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(timeout=30)
+            return self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
