@@ -137,9 +137,11 @@ def test_requeues_are_bounded(rig: Rig) -> None:
     assert rig.slurm.requeued == 2
 
 
-def test_a_cancelled_job_does_not_come_back(rig: Rig) -> None:
+def test_a_cancelled_job_does_not_come_back(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     rig.slurm.running = False
     assert rig.run((STOPPED, 1)) == 75
+    assert f"submit it again with --resume to go on with {rig.folder}" in caplog.messages[-1]
     assert rig.slurm.requeued == 0
 
 

@@ -175,10 +175,8 @@ class Supervisor:
         newest, record = self._newest(), self._record
         if not self._allocation.is_running():
             log.info(
-                log.info(
-                    "Slurm is ending the job; if it was cancelled, submit it again with --resume to go on with %s",
-                    self._run.path,
-                )
+                "Slurm is ending the job; if it was cancelled, submit it again with --resume to go on with %s",
+                self._run.path,
             )
         elif record.requeues >= self._cfg.cluster.max_requeues:
             log.error("requeued %d times (cluster.max_requeues), that is enough", record.requeues)
