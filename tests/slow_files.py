@@ -54,10 +54,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_report_page.py": ("megatron_rl/monitor/",),
     "tests/e2e/test_benchmarks.py": ("tools/bench_",),
     "tests/e2e/test_smollm2.py": ("configs/smollm2", "megatron_rl/weights/", "tools/fetch_smollm2.py"),
-    "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_supervisor.py", "megatron_rl/engines/"),
     "tests/e2e/test_fresh_clone.py": ("constraints-cpu.txt", "launch/", "setup.py"),
     "tests/e2e/test_presets.py": ("megatron_rl/algorithms/", "megatron_rl/config/algorithm.py"),
-    "tests/e2e/test_sglang.py": ("megatron_rl/engines/",),
+    "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_supervisor.py", "megatron_rl/engines/"),
     "tests/slurm/": ("launch/", "megatron_rl/cluster/"),
     "tests/unit/test_triton_mutants.py": ("megatron_rl/kernels/",),
 }
