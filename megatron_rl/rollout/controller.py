@@ -34,6 +34,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,7 +198,10 @@ async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
     """Load, bind, publish, run the loops until `shutdown` is set, and clean up whatever ends them."""
     prompts = Prompts(cfg)
     engine, rollout = cfg.engine, cfg.rollout
-    urls = engine.urls or await asyncio.to_thread(engine_urls, cfg.run_dir, engine.replicas, engine.ready_timeout_s)
+    try:
+        urls = engine.urls or await _urls_of_own_engines(cfg, shutdown)
+    except _ShutDown:
+        return
     client = EngineClient(
         urls,
         vocab_size=read_hf_config(cfg.model.path).vocab_size,
@@ -212,6 +216,22 @@ async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
         controller = Controller(cfg, prompts, client, verifiers)
         log.info("%d prompts, %d rejected as too long; engines %s", len(prompts.train), prompts.rejected, urls)
         await _serve_http(cfg, controller, host, shutdown)
+
+
+class _ShutDown(Exception):
+    """The controller is to end before its engines have come up."""
+
+
+async def _urls_of_own_engines(cfg: Config, shutdown: asyncio.Event) -> list[str]:
+    """Raises _ShutDown when `shutdown` is set first: a thread cannot be cancelled, so its pauses look."""
+
+    def pause(seconds: float) -> None:
+        if shutdown.is_set():
+            raise _ShutDown
+        time.sleep(seconds)
+
+    engine = cfg.engine
+    return await asyncio.to_thread(engine_urls, cfg.run_dir, engine.replicas, engine.ready_timeout_s, pause)
 
 
 async def _serve_http(cfg: Config, controller: Controller, host: str, shutdown: asyncio.Event) -> None:

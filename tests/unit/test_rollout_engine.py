@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from megatron_rl.config import Config, dump
 from megatron_rl.rollout.control import EngineControl
+from megatron_rl.rollout.controller import serve
 from megatron_rl.rollout.endpoint import controller_file
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.wire import RolloutShard, RolloutTable
@@ -278,6 +280,18 @@ def test_the_process_serves_until_it_is_asked_to_end_and_removes_its_address(eng
         assert process.wait(30) == 0
     finally:
         process.kill()
+    assert not controller_file(tmp_path).exists()
+
+
+def test_a_controller_that_waits_for_its_engines_ends_when_it_is_asked_to(model, tmp_path):
+    cfg = config(tmp_path, model, [], engine={"ready_timeout_s": 600})
+
+    async def main() -> None:
+        shutdown = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.2, shutdown.set)
+        await asyncio.wait_for(serve(cfg, "127.0.0.1", shutdown), timeout=60)
+
+    asyncio.run(main())
     assert not controller_file(tmp_path).exists()
 
 
