@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time, memory traffic and peak memory of the policy loss against naive PyTorch, torch.compile and other packages.
 
-Three operators: `logits` (the loss of given logits, with their gradient), `linear` (from hidden states and output
-weight, with both gradients) and `forward` (log-probs and entropy only, as for the old policy). All sides compute the
-same loss of the same tokens; runs are interleaved, medians are printed, and a side that cannot run says why.
+Four operators: `logprob` (log-probs and entropy of given logits, with their gradient), `logits` (the same and the
+policy loss), `linear` (from hidden states and output weight, with both gradients) and `forward` (log-probs and entropy
+only, as for the old policy). Runs are interleaved, medians are printed, and a side that cannot run says why.
 
 Bytes per second are those that the operator must move at least: each logit read twice and its gradient written once
 (6 bytes per token and column in bf16, 12 in fp32), whatever a side really moves; beside them stands their share of the
@@ -94,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--entropy", nargs="+", choices=("metric", "bonus"), default=["metric", "bonus"])
     parser.add_argument("--sides", nargs="+", metavar="NAME", help="only sides whose name begins so (default: all)")
     parser.add_argument("--runs", type=int, default=7, help="interleaved runs of each side (default 7)")
-    parser.add_argument("--chunk", type=int, default=None, help="rows of a chunk (default 256 on a CPU, else 4096)")
+    parser.add_argument("--chunk", type=int, default=None, help="rows of a chunk (default 4096, at most T / 4)")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default 1)")
     parser.add_argument("--bytes", action="store_true", help="only print counted bytes per token and column")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
@@ -103,9 +103,9 @@ def _arguments() -> argparse.Namespace:
 
 def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
     device, threads = arguments.device, arguments.threads
-    chunk = arguments.chunk or (4096 if device == "cuda" else 256)
     for text in arguments.shapes or SHAPES[device]:
         tokens, vocab, hidden = map(int, text.split(","))
+        chunk = arguments.chunk or min(4096, tokens // 4)
         for operator in arguments.operators:
             for entropy in arguments.entropy if operator != "forward" else ["metric"]:
                 yield Case(operator, entropy, tokens, vocab, hidden, device, threads, chunk)
@@ -224,7 +224,7 @@ def _row(name: str, measured: Measured, case: Case, bandwidth: float) -> str:
     if case.device == "cpu":
         words.append(f"CPU {1e3 * statistics.median(measured.cpu_seconds):8.1f} ms")
     words.append("peak       -    " if measured.peak_mib is None else f"peak {measured.peak_mib:7.0f} MiB")
-    if case.operator == "logits":
+    if case.operator in ("logprob", "logits"):
         per_second = 3 * (2 if case.device == "cuda" else 4) * case.tokens * case.vocab / _ranks() / median
         words.append(f"{per_second / 1e9:7.1f} GB/s, {per_second / bandwidth:4.0%} of a copy")
     else:

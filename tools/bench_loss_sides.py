@@ -1,7 +1,7 @@
 """What `bench_loss.py` compares: our operators, plain PyTorch, and other packages where they are installed; it times
 nothing.
 
-Every side computes the clipped policy loss of the same tokens with its gradients, by logits or by hidden states and
+Every side of an operator computes the same numbers of the same tokens, with gradients by logits or by hidden states and
 weight, and the full-vocabulary entropy: as a metric without gradient, or as a bonus in the loss. (A side that cannot
 compute the entropy says so in its name.)
 """
@@ -48,7 +48,7 @@ class Case:
     """Rows of one chunk of logits in our linear operators."""
 
     def __str__(self) -> str:
-        hidden = "" if self.operator == "logits" else f", H {self.hidden}, chunks of {self.chunk}"
+        hidden = "" if self.operator in ("logprob", "logits") else f", H {self.hidden}, chunks of {self.chunk}"
         entropy = "" if self.operator == "forward" else f", entropy as a {self.entropy}"
         return f"{self.operator}: T {self.tokens}, V {self.vocab}{hidden}{entropy}"
 
@@ -70,7 +70,7 @@ class Problem:
         self.advantages = random(case.tokens).sign()
         self.old = -torch.full_like(self.advantages, float(case.vocab)).log() + 0.1 * random(case.tokens)
         self.weights = torch.full_like(self.old, 1.0 / case.tokens)
-        if case.operator == "logits":
+        if case.operator in ("logprob", "logits"):
             self.logits = random(case.tokens, self.width, dtype=self.dtype).requires_grad_()
             self.leaves = [self.logits]
         else:
@@ -91,6 +91,11 @@ class Problem:
             loss = loss - BONUS * (self.weights * entropy).sum()
         return loss
 
+    def plain_sum(self, log_probs: Tensor, entropy: Tensor | None = None) -> Tensor:
+        """No policy loss: log-probs times their advantages."""
+        loss = (log_probs * self.advantages).sum()
+        return loss + entropy.sum() if entropy is not None and self.bonus else loss
+
     @property
     def spec(self) -> LossSpec:
         """The same loss for our operators."""
@@ -100,21 +105,25 @@ class Problem:
 # ---------------------------------------------------------------------------------------------------------------- ours
 
 
+def ours_log_probs(problem: Problem) -> Step:
+    """`vocab_parallel_logprob` alone."""
+    return lambda: problem.gradients(problem.plain_sum(*_vocab_parallel(problem)))
+
+
 def ours_on_logits(problem: Problem) -> Step:
     """`vocab_parallel_logprob` and `policy_loss`."""
+    return lambda: problem.gradients(_objective(problem, slice(None), *_vocab_parallel(problem)).loss)
 
-    def step() -> Any:
-        log_probs, entropy = kernels.vocab_parallel_logprob(
-            problem.logits,
-            problem.target,
-            group=problem.group,
-            vocab_size=problem.case.vocab,
-            with_entropy=True,
-            entropy_requires_grad=problem.bonus,
-        )
-        return problem.gradients(_objective(problem, slice(None), log_probs, entropy).loss)
 
-    return step
+def _vocab_parallel(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    return kernels.vocab_parallel_logprob(
+        problem.logits,
+        problem.target,
+        group=problem.group,
+        vocab_size=problem.case.vocab,
+        with_entropy=True,
+        entropy_requires_grad=problem.bonus,
+    )
 
 
 def ours_from_hidden(problem: Problem) -> Step:
@@ -166,6 +175,14 @@ def _objective(problem: Problem, rows: slice | Tensor, log_probs: Tensor, entrop
 
 
 # ------------------------------------------------------------------------------------------------------- plain PyTorch
+
+
+def naive_log_probs(problem: Problem) -> Step:
+    """log_softmax, gather and entropy in fp32, by autograd, and nothing else."""
+    _alone(problem)
+    return lambda: problem.gradients(
+        problem.plain_sum(*_log_probs_and_entropy(problem.logits, problem.target, problem.bonus))
+    )
 
 
 def naive_on_logits(problem: Problem) -> Step:
@@ -339,6 +356,7 @@ def _rectangle(problem: Problem) -> int:
 
 OURS, NAIVE, PRODUCTS = "ours", "naive PyTorch", "three bare products"
 SIDES: dict[str, dict[str, Callable[[Problem], Step]]] = {
+    "logprob": {OURS: ours_log_probs, NAIVE: naive_log_probs},
     "logits": {
         OURS: ours_on_logits,
         NAIVE: naive_on_logits,

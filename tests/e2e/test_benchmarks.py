@@ -39,14 +39,21 @@ def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
     assert "load average" in said
 
 
+@pytest.mark.timeout(1000)
 def test_loss_benchmark_compares_every_operator_in_time_and_memory() -> None:
     """torch.compile would take half a minute of compiling."""
     words = ["--device", "cpu", "--shapes", "512,4096,16", "--runs", "1", "--sides", "ours", "naive", "Mega", "three"]
-    said = run_tool("bench_loss.py", *words)
-    for title in ("logits: T 512, V 4096, entropy as a metric", "linear: T 512", "as a bonus", "forward: T 512"):
+    said = run_tool("bench_loss.py", *words, timeout=900)
+    for title in (
+        "logprob: T 512",
+        "logits: T 512, V 4096, entropy as a metric",
+        "linear: T 512",
+        "as a bonus",
+        "forward: T 512",
+    ):
         assert title in said
     ratio = r"ours / naive PyTorch: time \d+\.\d\d, CPU time \d+\.\d\d, memory \d+\.\d\d"
-    assert len(re.findall(ratio, said)) == 5  # two operators with the entropy as metric and bonus, one without
+    assert len(re.findall(ratio, said)) == 7  # three operators with the entropy as metric and bonus, one without
     assert re.search(r"ours +\d.* ms +CPU .* peak +\d+ MiB .* GB/s, +\d+% of a copy", said)
     assert "ours / three bare products" in said
     assert "Megatron-Core (no entropy): left out: has no entropy" in said
