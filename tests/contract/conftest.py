@@ -113,9 +113,9 @@ def _reset(server: Server) -> None:
     server.ok("/abort_request", {"abort_all": True})
     server.ok("/continue_generation", {})
     server.wait_for_load("idle", lambda load: not load["num_running_reqs"] and not load["num_waiting_reqs"])
-    info = server.ok("/model_info")
-    if (info["weight_version"], info["model_path"]) != ("w0", str(server.model)):
+    if server.updated:  # a real SGLang may have loaded weights that it refused afterwards
         server.ok("/update_weights_from_disk", {"model_path": str(server.model), "weight_version": "w0"})
+        server.updated = False
 
 
 @pytest.fixture(scope="session")

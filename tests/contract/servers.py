@@ -55,6 +55,8 @@ class Client:
     url: str
     api_key: str | None = None
     timeout_s: float = CALL_TIMEOUT_S
+    updated: bool = False
+    """Whether it was told to load weights."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,6 +66,7 @@ class Client:
 
     def call(self, path: str, body: Any = None, method: str | None = None) -> Answer:
         """POST with a body, GET without one."""
+        self.updated = self.updated or path == "/update_weights_from_disk"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers, method=method)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
