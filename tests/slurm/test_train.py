@@ -33,7 +33,7 @@ def test_a_killed_rank_is_restarted_in_the_job_and_term_saves_requeues_and_resum
     slurm: MiniSlurm, inputs: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "a run"
-    run = submit_run(slurm, folder, inputs, *TINY, "steps=4")
+    run = submit_run(slurm, folder, inputs, *TINY, "steps=6")
     run.wait_for_checkpoint(1)
     run.send(signal.SIGKILL, "trainer", rank=1)
     run.wait_for_attempt(2)
@@ -48,9 +48,9 @@ def test_a_killed_rank_is_restarted_in_the_job_and_term_saves_requeues_and_resum
     assert (first["verdict"], second["verdict"], third["verdict"]) == ("failed", "stopped by a signal", "complete")
     assert third["from"] is not None
     assert third["from"] >= second["from"] >= "step-000001" > str(first["from"] or "")
-    assert run.steps == [1, 2, 3, 4]
+    assert run.steps == [1, 2, 3, 4, 5, 6]
     assert_books_whole(run)
-    assert json.loads((folder / "result.json").read_text())["steps"] == 4
+    assert json.loads((folder / "result.json").read_text())["steps"] == 6
 
 
 def test_an_allocation_that_does_not_fit_is_refused_in_one_message(
