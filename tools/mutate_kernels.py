@@ -1,6 +1,6 @@
 """Breaks every Triton kernel in many ways, one at a time, and says whether the tests notice.
 
-    python -m tools.mutate_kernels [--only gradient] [--processes 2]
+    python -m tools.mutate_kernels [--only gradient] [--what barrier] [--processes 2]
 
 Each mutant of `kernel_mutants` is one small change of a kernel's source. It is killed when the checks of its kernel
 fail in Triton's interpreter (or the process dies of touching forbidden memory), or, for faults that the interpreter
@@ -52,11 +52,12 @@ class Task:
         return None if self.number is None else KERNELS[self.kernel].mutants[self.number]
 
 
-def tasks(names: Sequence[str], compiled: bool) -> list[Task]:
+def tasks(names: Sequence[str], what: str, compiled: bool) -> list[Task]:
     """The mutants that one of the two servers tries, after the kernels as they are."""
     found = []
     for name in names:
-        numbers = [i for i, mutant in enumerate(KERNELS[name].mutants) if mutant.compiled == compiled]
+        mutants = KERNELS[name].mutants
+        numbers = [i for i, one in enumerate(mutants) if one.compiled == compiled and what in one.what]
         found += [Task(name, number, compiled) for number in ([None, *numbers] if numbers else [])]
     return found
 
@@ -123,11 +124,11 @@ def _fork(task: Task, log: Path) -> int:
         os._exit(code)
 
 
-def serve(names: Sequence[str], compiled: bool, processes: int) -> None:
+def serve(names: Sequence[str], what: str, compiled: bool, processes: int) -> None:
     """Run the tasks of one server; a JSON line for each."""
     for name in ("torch", "pytest", "hypothesis", "triton.runtime.interpreter"):
         importlib.import_module(name)  # once, for all children
-    waiting = tasks(names, compiled)
+    waiting = tasks(names, what, compiled)
     running: dict[int, tuple[Task, Path, float]] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         while waiting or running:
@@ -143,13 +144,20 @@ def serve(names: Sequence[str], compiled: bool, processes: int) -> None:
             print(json.dumps(line), flush=True)
 
 
-def _results(names: Sequence[str], processes: int) -> Iterator[tuple[Task, int, str]]:
+def _results(names: Sequence[str], what: str, processes: int) -> Iterator[tuple[Task, int, str]]:
     """Of both servers, as they come."""
     for compiled in (False, True):
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         if not compiled:
             environment["TRITON_INTERPRET"] = "1"
-        command = [sys.executable, "-m", "tools.mutate_kernels", "--processes", str(processes), "--serve"]
+        command = [
+            sys.executable,
+            "-m",
+            "tools.mutate_kernels",
+            f"--processes={processes}",
+            f"--what={what}",
+            "--serve",
+        ]
         command += ["compiler" if compiled else "interpreter", *(f"--only={name}" for name in names)]
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
@@ -173,25 +181,24 @@ def main() -> int:
     """Print a line per mutant and the score of each kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(KERNELS), help="a kernel; default: all")
+    parser.add_argument("--what", default="", help="mutants whose description contains this")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--serve", choices=["interpreter", "compiler"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     names = arguments.only or list(KERNELS)
     if arguments.serve:
-        serve(names, arguments.serve == "compiler", arguments.processes)
+        serve(names, arguments.what, arguments.serve == "compiler", arguments.processes)
         return 0
     found: dict[str, list[str]] = {name: [] for name in names}
-    for task, code, output in _results(names, arguments.processes):
+    for task, code, output in _results(names, arguments.what, arguments.processes):
         result = verdict(task, code)
         print(f"{result:9} {task.kernel}: {task.mutant.what if task.mutant else 'as it is'}", flush=True)
         if output:
             print(output)
         found[task.kernel].append(result)
     for name, results in found.items():
-        killed, lost = results.count("killed"), results.count("SURVIVED") + results.count("BROKEN")
-        print(f"{name}: {killed} of {len(KERNELS[name].mutants)} mutants killed")
-        found[name] = ["lost"] * lost
-    return 1 if any(found.values()) else 0
+        print(f"{name}: {results.count('killed')} of {len(results) - results.count('passed')} mutants killed")
+    return 1 if any(result in ("SURVIVED", "BROKEN") for results in found.values() for result in results) else 0
 
 
 if __name__ == "__main__":

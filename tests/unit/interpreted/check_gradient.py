@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.kernels.triton import combine, logits_gradient, vocab_statistics
 from megatron_rl.kernels.vocab_rows import Rows
@@ -19,7 +21,8 @@ class Case:
         other = torch.stack([stats[0] + 0.3, stats[1] * 0.7, 0 * stats[2], stats[3] * 0.6])  # another rank's slice
         self.maximum, self.merged = stats[0], combine(torch.stack([other, stats]), 1)
         n = len(self.rows.target)
-        self.grad, self.entropy_grad = torch.randn(2, n, generator=torch.Generator().manual_seed(seed + 1))
+        # What stands before the first is not 0 either, so that taking it for a masked row's would show.
+        self.grad, self.entropy_grad = torch.randn(2, n + 1, generator=torch.Generator().manual_seed(seed + 1))[:, 1:]
         for row in zeros:
             self.grad[row] = self.entropy_grad[row] = 0.0
         self.grad = self.grad if with_grad else None
@@ -60,6 +63,13 @@ def agree(found, wanted):
 )
 def test_the_gradient_is_the_derivative(dtype, masked, scaled, with_entropy):
     case = Case(dtype=dtype, masked=masked, scaled=scaled, with_entropy=with_entropy)
+    agree(case.run(), case.wanted())
+
+
+@given(seed=st.integers(0, 1000), blocks=st.integers(1, 12), rest=st.integers(0, 15), with_grad=st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_any_rows_agree(seed, blocks, rest, with_grad):
+    case = Case(seed, rows=4, width=16 * blocks, valid=16 * blocks - rest, with_grad=with_grad)
     agree(case.run(), case.wanted())
 
 

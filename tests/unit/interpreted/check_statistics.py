@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.kernels.triton import vocab_statistics
 from megatron_rl.kernels.vocab_rows import MOST_NEGATIVE, Rows
@@ -42,6 +44,13 @@ def test_without_entropy_only_the_last_statistic_is_missing():
     found = vocab_statistics(rows, with_entropy=False)
     assert torch.equal(found[:3], vocab_statistics(rows, with_entropy=True)[:3])
     assert torch.equal(found[3], torch.zeros_like(found[3]))
+
+
+@given(seed=st.integers(0, 1000), blocks=st.integers(1, 12), rest=st.integers(0, 15), spread=st.floats(0, 50))
+@settings(max_examples=8, deadline=None)
+def test_any_rows_agree(seed, blocks, rest, spread):
+    rows = random_rows(seed, rows=4, width=16 * blocks, valid=16 * blocks - rest, spread=spread)
+    agree(vocab_statistics(rows, with_entropy=True), rows)
 
 
 @pytest.mark.parametrize("spread", [0.0, 60.0])
