@@ -145,8 +145,9 @@ class Attempt:
             # The others follow when they have saved; --wait bounds that.
             return None if code is None else Outcome(Verdict.RESUMABLE, "the trainer obeyed a signal")
         if bad is not None or code is not None:
-            time.sleep(1.0)  # others may fall because of the first; srun reports all of them for the log
-            return Outcome(Verdict.FAILED, trainer.describe_end(), trainer.bad_nodes)
+            time.sleep(1.0)  # it may have fallen because of another step, whose end is then the reason to tell
+            own = Outcome(Verdict.FAILED, trainer.describe_end(), trainer.bad_nodes)
+            return self._others_ended() or own
         return None
 
     def _others_ended(self) -> Outcome | None:
