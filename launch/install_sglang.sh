@@ -32,14 +32,15 @@ while (($#)); do
     --cpu) kind=cpu ;;
     --cuda) kind=cuda ;;
     --venv)
-      venv=${2:?--venv needs a directory}
+      if (($# < 2)); then mrl_fail 64 "--venv needs a directory"; fi
+      venv=$2
       shift
       ;;
     -h | --help)
       usage
       exit 0
       ;;
-    *) mrl_fail 2 "unknown word: $1" "See launch/install_sglang.sh --help" ;;
+    *) mrl_fail 64 "unknown option $1; see launch/install_sglang.sh --help" ;;
   esac
   shift
 done

@@ -50,7 +50,7 @@ def run(checkout: Path, *arguments: str, script: str = "launch/quickstart.sh", *
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("script", ["launch/quickstart.sh", "tests/run.sh"])
+@pytest.mark.parametrize("script", ["launch/quickstart.sh", "launch/install_sglang.sh", "tests/run.sh"])
 def test_help_needs_no_set_up(checkout: Path, script: str) -> None:
     code, text = run(checkout, "--help", script=script)
     assert code == 0
@@ -74,6 +74,25 @@ def test_a_wrong_argument_is_refused_before_any_set_up(checkout: Path, arguments
     assert code == 64
     assert message in text
     assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--gpu"], 64, "unknown option --gpu"),
+        (["--venv"], 64, "--venv needs a directory"),
+        (["--cpu", "--venv", "{mine}"], 17, "{mine} exists and was not made by this script"),
+    ],
+)
+def test_sglang_is_not_installed_into_anything_else(
+    checkout: Path, arguments: list[str], code: int, message: str
+) -> None:
+    mine = checkout / "mine"
+    mine.mkdir()
+    done = run(checkout, *(word.format(mine=mine) for word in arguments), script="launch/install_sglang.sh")
+    assert done[0] == code
+    assert message.format(mine=mine) in done[1]
+    assert not list(mine.iterdir())
 
 
 def test_an_earlier_run_is_refused_before_its_inputs_are_made_again(checkout: Path) -> None:
