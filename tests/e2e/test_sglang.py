@@ -28,6 +28,8 @@ SHORT = (
     "eval.prompts=32",
     "eval.every=0",
     "checkpoint.every=1",
+    "rollout.request_timeout_s=300",  # a server that is started again is waited for
+    "rollout.step_timeout_s=600",
     "algorithm.preset=grpo",
     # So early only the format differs between the samples of a group.
     "reward.components=[{name: sorting, correctness: true}, {name: sorting_format}]",
