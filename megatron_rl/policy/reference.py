@@ -6,6 +6,7 @@ gradient buffers and the distributed optimizer hold stay valid, and the policy's
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -67,7 +68,8 @@ class LogProbCache:
 
     def put(self, batch: SequenceBatch, log_probs: np.ndarray) -> None:
         """Remember `log_probs` [T] of every sequence of `batch`."""
-        for key, values in zip(_keys(batch), np.split(log_probs, batch.offsets[1:-1]), strict=True):
+        for key, (start, end) in zip(_keys(batch), itertools.pairwise(batch.offsets), strict=True):
+            values = log_probs[start:end]
             self._tokens += values.size - len(self._entries.pop(key, ()))
             self._entries[key] = values.copy()
         while self._tokens > self._max_tokens:

@@ -26,6 +26,7 @@ SCENARIOS = (
     "learning_rate",
     "reset",
     "reference",
+    "one_sample",
     "warm_up",
     "clipping",
     "weight_decay",
@@ -210,6 +211,19 @@ def _reference(cfg: Any, dp_rank: int) -> Any:
     return found
 
 
+def _one_sample(cfg: Any, dp_rank: int) -> Any:
+    """A batch of one sample leaves the second replica with none: it takes part in every pass all the same."""
+    policy = _policy(cfg)
+    policy.freeze_reference()
+    batch, plan = local_part(make_batch(VOCAB).select([0]), cfg, dp_rank)
+    log_probs = policy.log_probs(batch, plan).log_probs
+    references = [policy.reference_log_probs(batch, plan) for _ in range(2)]  # computed, then from the cache
+    batch = batch.with_arrays(old_log_probs=log_probs, reference_log_probs=references[1])
+    result = policy.train_step(batch, plan, LossSpec(kl_coef=0.1))
+    equal = [np.array_equal(reference, log_probs) for reference in references]
+    return {"sequences": len(batch), "equal": equal, "skipped": result.skipped, "grad_norm": result.grad_norm}
+
+
 def _warm_up(cfg: Any, dp_rank: int) -> Any:
     policy = _policy(cfg)
     batch, plan = local_part(make_batch(VOCAB), cfg, dp_rank)
@@ -345,6 +359,16 @@ def test_reference_log_probs_are_cached_by_sample(found):
     for outcome in of(found, "reference"):
         assert outcome["cached"]
         assert outcome["not_cached"]
+
+
+def test_a_replica_without_samples_takes_part_in_every_pass(found):
+    assert [rank["dp2"]["one_sample"]["sequences"] for rank in found] == [1, 0]
+    for outcome in of(found, "one_sample"):
+        assert outcome["equal"] == [True, True]
+        assert not outcome["skipped"]
+    norms = [outcome["grad_norm"] for outcome in of(found, "one_sample")]
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-4)
+    assert norms[0] > 0
 
 
 def test_warm_up_minimises_the_negative_log_likelihood_of_the_whole_batch(found):

@@ -54,3 +54,10 @@ def test_later_changes_of_the_callers_array_do_not_reach_the_cache():
     cache.put(make_batch("a", [2]), values)
     values[:] = 9
     assert cache.get(make_batch("a", [2])).tolist() == [0, 0]
+
+
+def test_a_batch_without_sequences_is_remembered_and_found():
+    cache = LogProbCache()
+    empty = make_batch("a", [2]).select([])
+    cache.put(empty, np.zeros(0, dtype=np.float32))
+    assert cache.get(empty).tolist() == []
