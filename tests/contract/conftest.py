@@ -76,7 +76,7 @@ def _servers(
         launch_embedded(folder / "plain", *models, 4),
         launch_embedded(folder / "deterministic", *models, 16, *options, api_key=API_KEY),
     ]
-    if SGLANG.exists() and any("[sglang" in item.name for item in request.session.items):
+    if SGLANG.exists() and any("sglang" in _parameters(item) for item in request.session.items):
         started.append(launch_sglang(folder / "sglang", *models, 4, CONTEXT))
     try:
         yield started
@@ -86,13 +86,23 @@ def _servers(
     assert not failed, "a server did not end cleanly:\n" + "\n".join(failed)
 
 
+def _parameters(item: pytest.Item) -> list[Any]:
+    return (
+        list(item.callspec.params.values()) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else []
+    )
+
+
 @pytest.fixture(scope="session", params=["embedded", "sglang"])
 def running_server(request: pytest.FixtureRequest) -> Server:
     """One server of each kind for the whole suite, which starts on model a as version w0."""
-    if request.param == "sglang" and not SGLANG.exists():
+    return server_of(request, 0 if request.param == "embedded" else 2)
+
+
+def server_of(request: pytest.FixtureRequest, index: int) -> Server:
+    """One of `_servers`, ready; skips without the real one."""
+    if index == 2 and not SGLANG.exists():
         pytest.skip(NO_SGLANG)
-    servers = request.getfixturevalue("_servers")
-    return wait_until_ready(next(server for server in servers if server.kind == request.param))
+    return wait_until_ready(request.getfixturevalue("_servers")[index])
 
 
 @pytest.fixture
