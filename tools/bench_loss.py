@@ -94,7 +94,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--entropy", nargs="+", choices=("metric", "bonus"), default=["metric", "bonus"])
     parser.add_argument("--sides", nargs="+", metavar="NAME", help="only sides whose name begins so (default: all)")
     parser.add_argument("--runs", type=int, default=7, help="interleaved runs of each side (default 7)")
-    parser.add_argument("--chunk", type=int, default=None, help="rows of a chunk (default 4096, at most T / 4)")
+    parser.add_argument(
+        "--chunk", type=int, default=None, help="rows of a chunk (default: 128 MB of logits, 4096 at most)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default 1)")
     parser.add_argument("--bytes", action="store_true", help="only print counted bytes per token and column")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
@@ -105,7 +107,7 @@ def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
     device, threads = arguments.device, arguments.threads
     for text in arguments.shapes or SHAPES[device]:
         tokens, vocab, hidden = map(int, text.split(","))
-        chunk = arguments.chunk or min(4096, tokens // 4)
+        chunk = arguments.chunk or (4096 if device == "cuda" else max(256, min(4096, 2**25 // vocab)))
         for operator in arguments.operators:
             for entropy in arguments.entropy if operator != "forward" else ["metric"]:
                 yield Case(operator, entropy, tokens, vocab, hidden, device, threads, chunk)
