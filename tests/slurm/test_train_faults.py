@@ -23,7 +23,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=16, eval_prompts=8, sft_prompts=64)
 
 
-def test_a_killed_engine_is_replaced_a_hung_rank_is_dumped_and_cancelling_leaves_nothing(
+def test_a_dead_engine_is_replaced_a_dead_controller_or_hung_rank_restarts_and_cancelling_leaves_nothing(
     slurm: MiniSlurm, inputs: Path, tmp_path: Path
 ) -> None:
     words = ("steps=100000", "cluster.progress_timeout_s=90", "reward.workers=1")
@@ -38,13 +38,17 @@ def test_a_killed_engine_is_replaced_a_hung_rank_is_dumped_and_cancelling_leaves
     run.wait_for_step(max(run.steps) + 2)
     assert len(run.attempts) == 1
 
-    run.send(signal.SIGSTOP, "trainer", rank=1)
+    run.send(signal.SIGKILL, "controller")
     run.wait_for_attempt(2)
-    assert "no progress for 90 s (cluster.progress_timeout_s)" in run.attempts[0]["reason"]
+    assert "controller-node1-0 was ended by SIGKILL" in run.attempts[0]["reason"]
+
+    run.send(signal.SIGSTOP, "trainer", rank=1)
+    run.wait_for_attempt(3)
+    assert "no progress for 90 s (cluster.progress_timeout_s)" in run.attempts[1]["reason"]
     for rank, node in enumerate(("node1", "node2")):
-        (dump,) = (run.logs / "attempt-1").glob(f"stacks-trainer-{node}-{rank}-*.txt")
+        (dump,) = (run.logs / "attempt-2").glob(f"stacks-trainer-{node}-{rank}-*.txt")
         assert "megatron_rl/train.py" in dump.read_text()
-    (stopped,) = (run.logs / "attempt-1").glob("stacks-trainer-node2-1-*.txt")
+    (stopped,) = (run.logs / "attempt-2").glob("stacks-trainer-node2-1-*.txt")
     assert stopped.read_text().startswith("State:\tT")
 
     run.job.wait_for(lambda: sleepers(seconds), PATIENCE_S, "a child that has left its session")
