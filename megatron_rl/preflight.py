@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_rl.audit import cursor_of, saved_books
 from megatron_rl.config import Config, ConfigError, HfConfig, check
 from megatron_rl.data import DataError, PromptDataset, check_targets
+from megatron_rl.engines.sglang_install import SglangError, find_python, require_tested
 from megatron_rl.policy import checkpoint
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.registry import RewardError, load_verifier
@@ -33,8 +34,8 @@ def check_inputs(cfg: Config) -> Inputs:
     """Read every prompt, tokenise it and measure it; load every verifier, and try a loss of one's own.
 
     Raises:
-        ConfigError: a value that cannot run, with all others found; a package that it needs is not installed; a
-            function named by algorithm.loss that is no loss.
+        ConfigError: a value that cannot run, with all others found; a package or the SGLang that it needs is not
+            installed; a function named by algorithm.loss that is no loss.
         DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, a supervised example longer
             than the model's context or a micro-batch, no chat template.
         RewardError: an unknown verifier, or one that cannot be called as the configuration says.
@@ -51,6 +52,11 @@ def check_inputs(cfg: Config) -> Inputs:
         cap = cfg.algorithm.max_tokens_per_microbatch
         bounds = ((hf.max_position_embeddings, "the model's context"), (cap, "algorithm.max_tokens_per_microbatch"))
         check_targets(examples, prompts.tokenizer, *min(bounds))
+    if cfg.engine.kind == "sglang" and not cfg.engine.urls:
+        try:
+            require_tested(find_python(cfg.engine.python), cfg.engine.untested_version)
+        except SglangError as error:
+            raise ConfigError(str(error)) from error
     RewardPool(cfg.reward)  # refuses verifiers that need processes of their own when there are none
     for component in cfg.reward.components:
         load_verifier(component.name, component.args)

@@ -27,7 +27,7 @@ from megatron_rl.weights.current import CurrentWeights, current
 from .embedded.options import SPARE_TOKENS
 from .server_process import ServerFailed, ServerProcess, call
 from .sglang_command import SglangOptions, command_line, environment
-from .sglang_install import SglangError, find_python, inspect, require_tested
+from .sglang_install import SglangError, find_python, require_tested
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
@@ -86,8 +86,7 @@ def serve_sglang(options: SglangOptions, environ: Mapping[str, str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stopping.append(received))
     _require_weights(options.model)
-    installed = inspect(options.python)
-    require_tested(installed, options)
+    installed = require_tested(options.python, options.untested_version)
     port = options.port or _free_port(options.host)
     _require_free(options.host, port)
     with tempfile.TemporaryDirectory(prefix="megatron-rl-sglang-") as folder:

@@ -6,10 +6,6 @@ import json
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .sglang_command import SglangOptions
 
 TESTED_VERSIONS = ("0.5.23",)
 """What tests/contract ran against; launch/install_sglang.sh installs the last."""
@@ -69,10 +65,12 @@ def inspect(python: str) -> Installed:
     return Installed(sglang, torch)
 
 
-def require_tested(installed: Installed, options: SglangOptions) -> None:
-    """Refuse another version than those tested, unless that was asked for. Raises SglangError."""
-    if installed.sglang not in TESTED_VERSIONS and not options.untested_version:
+def require_tested(python: str, untested: bool) -> Installed:
+    """What `python` has; `untested`: whether it may be another version than those tested. Raises SglangError."""
+    installed = inspect(python)
+    if installed.sglang not in TESTED_VERSIONS and not untested:
         raise SglangError(
-            f"{options.python} has SGLang {installed.sglang}; tested is {', '.join(TESTED_VERSIONS)}. Run {INSTALL}, "
+            f"{python} has SGLang {installed.sglang}; tested is {', '.join(TESTED_VERSIONS)}. Run {INSTALL}, "
             "or set engine.untested_version: true to try it"
         )
+    return installed

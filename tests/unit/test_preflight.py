@@ -48,6 +48,13 @@ def test_a_record_without_the_answer_that_its_verifier_needs_is_named(
         check_inputs(cfg)
 
 
+def test_sglang_is_looked_for_only_when_the_run_is_to_start_it(tmp_path: Path, model: Path) -> None:
+    engine = {"kind": "sglang", "python": "/nonexistent"}
+    with pytest.raises(ConfigError, match=r"engine\.python=/nonexistent: no such file; launch/install_sglang\.sh"):
+        check_inputs(config(tmp_path / "run", model, [], engine=engine))
+    check_inputs(config(tmp_path / "run", model, ["http://there:1"], engine={**engine, "urls": ["http://there:1"]}))
+
+
 def test_no_answer_is_asked_for_that_no_verifier_needs(tmp_path: Path, model: Path) -> None:
     file = tmp_path / "bare.jsonl"
     file.write_text(json.dumps({"prompt": "2"}) + "\n")

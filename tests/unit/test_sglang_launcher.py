@@ -123,12 +123,16 @@ def test_no_interpreter_and_no_sglang_in_it_are_told_apart(tmp_path: Path) -> No
         inspect(str(tmp_path / "python"))
 
 
-def test_another_version_is_refused_with_the_tested_ones_unless_asked_for() -> None:
-    other = Installed("0.5.15", "2.11.0")
+def test_another_version_is_refused_with_the_tested_ones_unless_asked_for(tmp_path: Path) -> None:
+    def python(version: str) -> str:
+        (tmp_path / version).write_text(f"""#!/bin/sh\necho '["{version}", "2.11.0"]'\n""")
+        (tmp_path / version).chmod(0o755)
+        return str(tmp_path / version)
+
     with pytest.raises(SglangError, match=r"has SGLang 0\.5\.15; tested is 0\.5\.23"):
-        require_tested(other, OPTIONS)
-    require_tested(other, dataclasses.replace(OPTIONS, untested_version=True))
-    require_tested(CPU, OPTIONS)
+        require_tested(python("0.5.15"), untested=False)
+    assert require_tested(python("0.5.15"), untested=True) == Installed("0.5.15", "2.11.0")
+    assert require_tested(python("0.5.23"), untested=False).sglang == "0.5.23"
 
 
 def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
