@@ -42,6 +42,7 @@ def test_every_kernel_is_broken_in_a_dozen_ways(name: str) -> None:
         (0, FAILED, "killed"),
         (0, -11, "killed"),
         (0, BROKEN, "BROKEN"),
+        (0, -14, "BROKEN"),  # the alarm
     ],
 )
 def test_only_a_failed_check_or_a_signal_kills(number: int | None, code: int, wanted: str) -> None:
