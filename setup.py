@@ -81,7 +81,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.12",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["py.typed", "**/*.jinja", "**/*.html", "**/*.css", "**/*.js", "engines/sglang_cpu/shims/**/*"]},
+    package_data={
+        "megatron_rl": ["py.typed", "**/*.jinja", "**/*.html", "**/*.css", "**/*.js", "engines/sglang_cpu/shims/**/*"]
+    },
     install_requires=BASE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},

@@ -8,8 +8,16 @@ from megatron_rl.bring_up import EXPECTED_ERRORS
 
 FAULTS_OF_THE_CODE = {"MetricError"}
 """A traceback is wanted."""
-OF_OTHER_PROCESSES = {"LedgerError", "SamplingError", "RewardError", "RunDirError", "RunFailed"}
-"""Controller and launcher; a rank gets them as ControllerError, or never."""
+OF_OTHER_PROCESSES = {
+    "LedgerError",
+    "NodelistError",
+    "SamplingError",
+    "RewardError",
+    "RunDirError",
+    "RunFailed",
+    "SlurmError",
+}
+"""Controller and launchers; a rank gets them as ControllerError, or never."""
 
 
 def test_every_error_that_says_what_to_do_ends_a_rank_without_a_traceback() -> None:
