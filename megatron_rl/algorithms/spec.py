@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ KL_ESTIMATORS = ("k2", "k3")
 CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.5, 5.0)}
 """Token corrections and their usual bounds on the ratio of the old to the behaviour policy."""
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+WITHOUT_DUAL_CLIP = ("gspo", "gspo_token", "cispo", "sapo", "gmpo", "opmd", "nll")
 STDS = ("population", "sample", "none")
 
 
@@ -65,13 +67,13 @@ class LossSpec:
 
     def __post_init__(self) -> None:
         for name in ("eps_low", "eps_high", "kl_coef", "entropy_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be 0 or greater")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be a finite number, 0 or greater")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(
                 f"dual_clip={self.dual_clip}: it must be greater than 1 (3 is usual), or None to switch it off"
             )
-        if self.dual_clip is not None and self.kind in ("gspo", "gspo_token", "cispo"):
+        if self.dual_clip is not None and self.kind in WITHOUT_DUAL_CLIP:
             raise ValueError(f"dual_clip={self.dual_clip}: loss={self.kind} has no such bound; use None")
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(

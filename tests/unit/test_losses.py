@@ -280,6 +280,9 @@ def test_a_loss_is_added_by_one_line_in_the_registry(monkeypatch):
         ({"eps_low": -0.1}, "eps_low=-0.1"),
         ({"eps_high": float("nan")}, "eps_high=nan"),
         ({"dual_clip": 1.0}, "dual_clip=1.0"),
+        ({"kind": "sapo", "dual_clip": 3.0}, "loss=sapo has no such bound"),
+        ({"eps_high": float("inf")}, "eps_high=inf: it must be a finite number"),
+        ({"kl_coef": float("nan")}, "kl_coef=nan: it must be a finite number"),
         ({"kl_estimator": "k1"}, "kl_estimator='k1'.*k1 has zero expected gradient"),
     ],
 )
