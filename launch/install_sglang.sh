@@ -73,7 +73,7 @@ import_once() { # compiles what a server imports, and shows that it can be impor
   local settings=(-u PYTHONDONTWRITEBYTECODE -u PYTHONHOME -u PYTHONPATH)
   if [[ "$kind" == cpu ]]; then settings+=("PYTHONPATH=$shims" SGLANG_USE_CPU_ENGINE=1); fi
   env "${settings[@]}" \
-    "$MRL_VENV/bin/python" -c 'import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.qwen3' \
+    "$MRL_VENV/bin/python" -c 'import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.registry, sglang.srt.managers.detokenizer_manager' \
     >>"$MRL_LOG" 2>&1 || mrl_fail 15 "SGLang was installed but cannot be imported; the end of $MRL_LOG says why:" "$(tail -n 8 "$MRL_LOG")"
 }
 
