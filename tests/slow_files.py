@@ -58,6 +58,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_presets.py": ("megatron_rl/algorithms/", "megatron_rl/config/algorithm.py"),
     "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_supervisor.py", "megatron_rl/engines/"),
     "tests/slurm/": ("launch/", "megatron_rl/cluster/"),
+    "tests/unit/test_triton_compile.py": ("megatron_rl/kernels/",),
     "tests/unit/test_triton_mutants.py": ("megatron_rl/kernels/",),
 }
 """File (or folder) of slow tests -> beginnings of the paths that it guards. Its own folder's helpers count anyway."""
@@ -78,7 +79,7 @@ class Choice:
 
 def slow_files() -> list[str]:
     """Every test file with a test that is marked slow."""
-    marked = re.compile(r"^(@|    |pytestmark = .*)pytest\.mark\.slow\b", re.MULTILINE)
+    marked = re.compile(r"(^(@|    |pytestmark = .*)|marks=)pytest\.mark\.slow\b", re.MULTILINE)
     found = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if marked.search(path.read_text())]
     return [path.relative_to(ROOT).as_posix() for path in found]
 
