@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .vocab_rows import FLOOR, MOST_NEGATIVE, Rows, Scratch, denominator, softmax_
 
-KEPT_ELEMENTS = 1 << 22
-"""The forward pass's softmax is kept for backward up to this many elements (16 MB), and recomputed beyond."""
+KEPT_ELEMENTS = 1 << 20
+"""The forward pass's softmax is kept for backward up to this many elements (4 MB); beyond, fresh memory costs more than
+computing it again."""
 
 
 def vocab_statistics(
