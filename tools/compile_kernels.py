@@ -122,15 +122,15 @@ def _linear() -> Any:
 
 HALF, WIDE = torch.bfloat16, torch.float32
 CASES = {
-    "statistics bf16": Case(_statistics(HALF), registers=(56, 56, 72), read=2),
-    "statistics bf16, no entropy": Case(_statistics(HALF, with_entropy=False), registers=(48, 48, 60), read=2),
-    "statistics fp32": Case(_statistics(WIDE), registers=(72, 80, 88), read=4),
+    "statistics bf16": Case(_statistics(HALF), registers=(72, 64, 72), read=2),
+    "statistics bf16, no entropy": Case(_statistics(HALF, with_entropy=False), registers=(64, 64, 64), read=2),
+    "statistics fp32": Case(_statistics(WIDE), registers=(88, 96, 88), read=4),
     "gradient bf16, in place": Case(_gradient(HALF, HALF), registers=(128, 72, 72), read=2, written=2),
     "gradient bf16, no entropy": Case(
-        _gradient(HALF, HALF, with_entropy=False), registers=(128, 80, 72), read=2, written=2
+        _gradient(HALF, HALF, with_entropy=False), registers=(128, 96, 96), read=2, written=2
     ),
     "gradient bf16 over fp32": Case(_gradient(WIDE, HALF), registers=(128, 72, 72), read=4, written=2, barrier=True),
-    "gradient fp32, in place": Case(_gradient(WIDE, WIDE), registers=(128, 88, 80), read=4, written=4),
+    "gradient fp32, in place": Case(_gradient(WIDE, WIDE), registers=(128, 72, 72), read=4, written=4),
     "combine": Case(lambda: kernels.combine(_meta(8, 4, LIVE), 3), registers=(40, 40, 40)),
     "merge": Case(lambda: kernels.merge(_meta(8, 4, LIVE), True), registers=(40, 40, 40)),
     "token_loss ppo": Case(_token_loss("ppo"), registers=(48, 48, 48)),

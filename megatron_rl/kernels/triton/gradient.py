@@ -109,7 +109,8 @@ def logits_gradient(
     out = torch.empty_like(logits) if out is None else out
     if logits.shape[0] == 0:
         return out
-    block = columns_block(logits.shape[1])
+    whole = columns_block(logits.shape[1])
+    block = whole // 2 if out.element_size() > 2 and whole > 16 else whole  # twice as wide results spill otherwise
     logits_gradient_kernel[(logits.shape[0],)](
         logits,
         out,
@@ -132,7 +133,7 @@ def logits_gradient(
         OVERLAPS=out.data_ptr() == logits.data_ptr() and out.element_size() != logits.element_size(),
         EMULATE_ROUNDING=emulates_rounding(out.dtype),
         BLOCK=block,
-        num_warps=warps(block),
+        num_warps=warps(whole),
     )
     return out
 
