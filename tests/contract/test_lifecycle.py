@@ -49,7 +49,7 @@ def test_model_that_cannot_be_served_is_one_message_and_status_1() -> None:
         ),
         (
             ["--model", "{model}", "--api-key-file", "/nonexistent"],
-            "error: --api-key-file=/nonexistent: cannot be read",
+            "error: serve: --api-key-file=/nonexistent: cannot be read",
         ),
         ([], "error: serve: give --model DIR, or --config of a run"),
     ],
