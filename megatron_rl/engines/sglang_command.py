@@ -14,6 +14,7 @@ from .sglang_install import Installed, SglangError
 CPU_WORDS = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--disable-overlap-schedule",
+    "--sleep-on-idle",  # or its scheduler takes a whole core from the trainer while nothing is generated
 )  # fmt: skip
 CPU_TOKENS = 2**18
 """Most tokens of the KV cache on a CPU, where SGLang would take most of the machine's memory."""

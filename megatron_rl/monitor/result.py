@@ -82,9 +82,9 @@ class RunResult:
 
 
 def _share(metrics: Mapping[str, float | None], name: str) -> float | None:
-    """To four digits: one sample among thousands moves no more than the last of them."""
+    """Without the noise of its last digits; not so short that rounding it again would move what is shown."""
     value = metrics.get(f"eval/{name}")
-    return None if value is None else round(value, 4)
+    return None if value is None else round(value, 6)
 
 
 def _interval(metrics: Mapping[str, float | None]) -> Interval | None:

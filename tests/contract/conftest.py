@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_model(folder / "a", seed=0, **size), tiny_model(folder / "b", seed=1, **size)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _servers(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[list[Server]]:
@@ -92,7 +92,7 @@ def _parameters(item: pytest.Item) -> list[Any]:
     )
 
 
-@pytest.fixture(scope="session", params=["embedded", "sglang"])
+@pytest.fixture(scope="package", params=["embedded", "sglang"])
 def running_server(request: pytest.FixtureRequest) -> Server:
     """One server of each kind for the whole suite, which starts on model a as version w0."""
     return server_of(request, 0 if request.param == "embedded" else 2)
@@ -128,7 +128,7 @@ def _reset(server: Server) -> None:
         server.updated = False
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deterministic_server(_servers: list[Server]) -> Server:
     """An embedded engine with fixed kernel shapes, 128 tokens of context and an API key."""
     return wait_until_ready(_servers[1])

@@ -42,6 +42,18 @@ class Task:
         assert self.keeper.stdout is not None
         assert self.keeper.stdout.readline() == "on\n"
 
+    def role(self) -> int:
+        """The role's process, once what it leaves behind is `sleep` and no longer a shell on its way there."""
+        found: list[int] = []
+
+        def settled() -> bool:
+            sleeping = {pid: command(pid).startswith("sleep 600") for pid in descendants(self.keeper.pid)}
+            found[:] = [pid for pid, sleeps in sleeping.items() if not sleeps]
+            return sorted(sleeping.values()) == [False, True]
+
+        wait_until(settled)
+        return found[0]
+
     def end(self) -> int:
         """The keeper's exit code, when nothing of the task is left."""
         code = self.keeper.wait(60)
@@ -60,6 +72,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_a_rank_gets_the_signal_and_its_exit_code_is_the_task_s(number: signal.Signals) -> None:
     task = Task(SAVES, "pass")
     task.wait_until_on()
+    task.role()
     assert len(tagged(f"{task.run}/role/node7/3")) == 2  # the role, and what it left in another session
     task.keeper.send_signal(number)
     assert task.end() == 75
@@ -68,7 +81,7 @@ def test_a_rank_gets_the_signal_and_its_exit_code_is_the_task_s(number: signal.S
 def test_what_serves_the_trainer_outlives_a_stop_and_ends_when_told() -> None:
     task = Task(ENDS_ON_INT, "end")
     task.wait_until_on()
-    (role,) = [pid for pid in tagged(task.run) if not command(pid).startswith("sleep")]
+    role = task.role()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         task.keeper.send_signal(number)
     for number in (signal.SIGUSR2, signal.SIGUSR1):  # which reach every process of the step
@@ -80,7 +93,7 @@ def test_what_serves_the_trainer_outlives_a_stop_and_ends_when_told() -> None:
 def test_a_killed_role_is_told_as_a_shell_would_and_its_children_end() -> None:
     task = Task(WAITS, "pass")
     task.wait_until_on()
-    (role,) = [pid for pid in tagged(task.run) if not command(pid).startswith("sleep")]
+    role = task.role()
     os.kill(role, signal.SIGKILL)
     assert task.end() == 128 + signal.SIGKILL
 
@@ -88,12 +101,11 @@ def test_a_killed_role_is_told_as_a_shell_would_and_its_children_end() -> None:
 def test_a_child_without_parent_session_and_name_ends_too() -> None:
     task = Task("import time\n" + LEAVES_UNNAMED + "print('on', flush=True); time.sleep(600)", "pass")
     task.wait_until_on()
-    wait_until(lambda: len(descendants(task.keeper.pid)) == 2)
-    role, *left = sorted(descendants(task.keeper.pid), key=lambda pid: command(pid).startswith("sleep"))
-    assert [command(pid).startswith("sleep 600") for pid in left] == [True]
+    role = task.role()
+    (left,) = set(descendants(task.keeper.pid)) - {role}
     os.kill(role, signal.SIGKILL)
     assert task.end() == 128 + signal.SIGKILL
-    wait_until(lambda: not Path(f"/proc/{left[0]}").exists())
+    wait_until(lambda: not Path(f"/proc/{left}").exists())
 
 
 def test_nothing_survives_the_kill_of_the_keeper() -> None:
@@ -120,4 +132,8 @@ def test_stacks_of_a_task_are_dumped_even_when_it_was_stopped(tmp_path: Path, mo
 
 
 def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    """Its command line; empty when it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
