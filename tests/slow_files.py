@@ -58,7 +58,6 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_presets.py": ("megatron_rl/algorithms/", "megatron_rl/config/algorithm.py"),
     "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_supervisor.py", "megatron_rl/engines/"),
     "tests/slurm/": ("launch/", "megatron_rl/cluster/"),
-    "tests/unit/test_triton_compile.py": ("megatron_rl/kernels/",),
     "tests/unit/test_triton_mutants.py": ("megatron_rl/kernels/",),
 }
 """File (or folder) of slow tests -> beginnings of the paths that it guards. Its own folder's helpers count anyway."""

@@ -14,9 +14,7 @@ from tools.machine_code import parse, width
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    "arch", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("arch", [80, 90, 100])
 def test_every_kernel_compiles_to_what_is_agreed(arch: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
