@@ -90,11 +90,13 @@ class AlgorithmConfig(Section):
         values = {**PRESETS.get(str(values.get("preset", "dapo")), {}), **values}
         if values.get("kl_place") == "reward":
             values.setdefault("kl_estimator", "k1")
-        if isinstance(values.get("corrections"), str):
-            values["corrections"] = [values["corrections"]]
-        for name in values.get("corrections") or ():
-            if name in CORRECTION_BOUNDS and values.get("correction_bounds") is None:
-                values["correction_bounds"] = CORRECTION_BOUNDS[name]
+        corrections = values.get("corrections")
+        if isinstance(corrections, str):
+            values["corrections"] = corrections = [corrections]
+        if isinstance(corrections, list | tuple) and values.get("correction_bounds") is None:
+            for name in corrections:
+                if isinstance(name, str) and name in CORRECTION_BOUNDS:
+                    values["correction_bounds"] = CORRECTION_BOUNDS[name]
         return values
 
     @model_validator(mode="after")

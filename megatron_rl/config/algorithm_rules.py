@@ -97,10 +97,10 @@ def _corrections(a: AlgorithmConfig) -> Iterator[str]:
         yield f"correction_bounds={list(a.correction_bounds)} has no effect without tis, icepop or mis in corrections"
     for key in ("correction_bounds", "seq_mis_bounds"):
         bounds = getattr(a, key)
-        if bounds is not None and not 0 <= bounds[0] <= 1 <= bounds[1]:
+        if bounds is not None and not (0 <= bounds[0] <= 1 <= bounds[1] and bounds[0] < bounds[1]):
             yield (
-                f"{key}={list(bounds)}: write [lower, upper] with 0 <= lower <= 1 <= upper, since a token on which "
-                "engine and trainer agree has ratio 1"
+                f"{key}={list(bounds)}: write [lower, upper] with 0 <= lower <= 1 <= upper and lower < upper, since a "
+                "token on which engine and trainer agree has ratio 1"
             )
     if a.renormalise_after_rejection:
         if not set(a.corrections) & set(REJECTING):

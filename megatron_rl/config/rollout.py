@@ -20,7 +20,7 @@ class RolloutConfig(Section):
     """Longest prompt, chat template included."""
     max_response_tokens: int = Field(8192, ge=1)
     """Longest response; with max_prompt_tokens it must fit the model's context."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-3, le=1e3)
     """Sampling temperature, used for all log-probs as well."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Must be 1 for training: the trainer's log-probs are those of the full distribution."""

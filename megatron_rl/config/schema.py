@@ -28,7 +28,7 @@ class Config(Section):
 
     name: str = "run"
     """Name shown in logs and reports."""
-    run_dir: str
+    run_dir: str = Field(min_length=1)
     """Directory of everything that the run writes."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of sampling, shuffling and initialisation."""

@@ -108,6 +108,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"correction_bounds": [0.0, 2.0]}, r"correction_bounds=\[0.0, 2.0\] has no effect without tis"),
     ({"corrections": ["tis"], "correction_bounds": [2, 1]}, r"correction_bounds=\[2.0, 1.0\]: write \[lower, upper\]"),
     ({"corrections": ["seq_mis"], "seq_mis_bounds": [-1, 1]}, r"seq_mis_bounds=\[-1.0, 1.0\]: write"),
+    ({"corrections": ["mis"], "correction_bounds": [1, 1]}, r"correction_bounds=\[1.0, 1.0\]: .* lower < upper"),
+    ({"corrections": ["seq_mis"], "seq_mis_bounds": [1, 1]}, r"seq_mis_bounds=\[1.0, 1.0\]: .* lower < upper"),
+    ({"corrections": 5}, "algorithm.corrections=5: input should be a valid list"),
+    ({"corrections": True}, "algorithm.corrections=True: input should be a valid list"),
+    ({"corrections": [["tis"]]}, r"algorithm.corrections.0=\['tis'\]: input should be"),
     ({"renormalise_after_rejection": True}, "nothing rejects tokens; add one of icepop, mis, seq_mis"),
     ({"corrections": ["tis"], "renormalise_after_rejection": True}, "nothing rejects tokens"),
     (
