@@ -82,6 +82,12 @@ def test_nothing_behind_the_operands_is_read():
     assert torch.equal(run(rows_before_a_wall(h), rows_before_a_wall(w), rows), run(h, w, rows))
 
 
+def test_nothing_between_the_rows_is_read():
+    h, w, rows = random_operands(hidden=42)
+    wide = [torch.cat([x, torch.full((len(x), 6), torch.nan)], 1)[:, :42] for x in (h, w)]
+    assert torch.equal(run(*wide, rows), run(h, w, rows))
+
+
 def test_no_live_row_is_no_work():
     h, w, rows = random_operands()
     none = torch.empty(0, dtype=torch.int64)
