@@ -110,8 +110,8 @@ def slurm(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print which nodes do what, and the sbatch line; start nothing.")
     ] = False,
-    cpus: Annotated[int, typer.Option(help="With --dry-run outside a job: CPUs of a node.")] = 64,
-    gpus: Annotated[int, typer.Option(help="With --dry-run outside a job: GPUs of a node.")] = 0,
+    cpus: Annotated[int, typer.Option(min=1, help="With --dry-run outside a job: CPUs of a node.")] = 64,
+    gpus: Annotated[int, typer.Option(min=0, help="With --dry-run outside a job: GPUs of a node.")] = 0,
 ) -> None:
     """Train inside a Slurm allocation; launch/train.sbatch calls this. It starts, watches and restarts all steps.
 

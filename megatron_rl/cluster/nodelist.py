@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 _PART = re.compile(r"([^,\[\]]|\[[^\[\]]*\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+
+MOST_NAMES = 65536
+"""More than Slurm makes of one name with brackets; a damaged list must not take all memory."""
 
 
 class NodelistError(ValueError):
@@ -46,6 +50,8 @@ def expand(nodelist: str) -> list[str]:
 def _expand_part(part: str, nodelist: str) -> list[str]:
     pieces = re.split(r"\[([^\[\]]*)\]", part)  # text, inside of a bracket, text, inside, ..., text
     choices = [_expand_ranges(piece, nodelist) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+    if math.prod(map(len, choices)) > MOST_NAMES:
+        raise _too_long(part, nodelist)
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
@@ -56,5 +62,11 @@ def _expand_ranges(text: str, nodelist: str) -> list[str]:
         if bounds is None or int(bounds[2] or bounds[1]) < int(bounds[1]):
             raise NodelistError(f"{nodelist!r} is not a list of nodes: {word!r} is no number and no range of numbers")
         first, last = bounds[1], bounds[2] or bounds[1]
+        if len(numbers) + int(last) - int(first) >= MOST_NAMES:
+            raise _too_long(text, nodelist)
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return numbers
+
+
+def _too_long(part: str, nodelist: str) -> NodelistError:
+    return NodelistError(f"{nodelist!r} is not a list of nodes: {part!r} stands for more than {MOST_NAMES} names")

@@ -139,10 +139,15 @@ def verify(checkpoint: Path) -> Manifest:
     """The manifest, after a look at every file's name and size, and at the content of the small ones (`extra`).
 
     Raises:
-        CheckpointError: the manifest is missing or damaged; a file is missing, has another size or content, or was not
-            there when the checkpoint was written.
+        CheckpointError: the manifest is missing, damaged, or of another step; a file is missing, has another size or
+            content, or was not there when the checkpoint was written.
     """
     manifest = _read_manifest(checkpoint)
+    if manifest.step != step_of(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is the checkpoint of step {manifest.step} under another name: rename it to "
+            f"{_name(manifest.step)}, or move it away"
+        )
     there = _files(checkpoint)
     for name, facts in manifest.files.items():
         if name not in there:

@@ -161,6 +161,13 @@ def test_damage_of_the_only_checkpoint_says_to_start_again(tmp_path):
         checkpoint.verify(folder)
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
+    folder = write(tmp_path, 3)
+    folder.rename(folder.with_name("step-000007"))
+    with pytest.raises(checkpoint.CheckpointError, match=r"step-000007 is the checkpoint of step 3 .*step-000003"):
+        checkpoint.verify(checkpoint.latest(tmp_path))
+
+
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     for step, metric in ((1, 0.1), (2, 0.9), (3, None), (4, 0.9), (5, 0.2), (6, 0.3)):
         write(tmp_path, step, metric)

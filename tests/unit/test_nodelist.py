@@ -34,6 +34,11 @@ def test_short_forms_become_names_in_order(nodelist: str, names: list[str]) -> N
         ("a[2-1]", "'2-1' is no number and no range"),
         ("a[]", "'' is no number"),
         ("a[1-x]", "'1-x' is no number"),
+        ("a[٣-٥]", "'٣-٥' is no number"),
+        ("a[1-999999999999]", "'1-999999999999' stands for more than 65536 names"),
+        ("a[1-40000,50000-90000]", "stands for more than 65536 names"),
+        ("a[1-1000]b[1-1000]", "'a[1-1000]b[1-1000]' stands for more than 65536 names"),
+        (f"a[{'9' * 5000}]", "is no number"),
     ],
 )
 def test_what_is_no_list_of_nodes_is_refused_with_its_place(nodelist: str, problem: str) -> None:

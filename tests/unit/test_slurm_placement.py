@@ -62,6 +62,30 @@ def test_a_replica_may_span_nodes() -> None:
         need(configuration({"engines_per_node": 2}, parallel={"data_parallel_size": 8}, engine=engine), GPU_NODE)
 
 
+def test_replicas_that_want_more_gpus_than_their_node_has_are_refused() -> None:
+    engine: dict[str, Any] = {"kind": "sglang", "replicas": 5, "tp": 2}
+    refused = configuration({"engine_nodes": 1}, parallel={"data_parallel_size": 8}, engine=engine)
+    with pytest.raises(ConfigError, match=r"5 replicas .*engine\.tp=2 .* want 10 GPUs of it, and it has 8"):
+        need(refused, GPU_NODE)
+    assert need(refused, NodeShape(cpus=96)).engines == 1  # nodes without GPUs: engines on CPUs
+    one = configuration(parallel={"data_parallel_size": 8}, engine={"kind": "sglang", "tp": 16})
+    with pytest.raises(ConfigError, match="want 16 GPUs of it, and it has 8"):
+        need(one, GPU_NODE)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"min_dp": 9}, r"cluster\.min_dp=9 is more than parallel\.data_parallel_size=8"),
+        ({"min_replicas": 3}, r"cluster\.min_replicas=3 is more than engine\.replicas=2"),
+    ],
+)
+def test_a_least_size_beyond_the_configured_one_is_refused(cluster: dict[str, Any], message: str) -> None:
+    cfg = configuration(cluster, parallel={"data_parallel_size": 8}, engine={"replicas": 2})
+    with pytest.raises(ConfigError, match=message):
+        need(cfg, GPU_NODE)
+
+
 def test_engines_that_run_already_need_no_node() -> None:
     cfg = configuration(parallel={"data_parallel_size": 8}, engine={"urls": ["http://there:1"]})
     assert placed(cfg, 1).engines == ()

@@ -74,7 +74,7 @@ class Allocation:
         if "SLURM_JOB_ID" not in env:
             raise ConfigError(
                 "not inside a Slurm job: submit with `sbatch --nodes=N launch/train.sbatch CONFIG.yaml`; for a plan "
-                "before that, add --dry-run, and --nodes, --cpus, --gpus of the nodes you will ask for"
+                "before that, add --dry-run, and --cpus and --gpus of the nodes you will ask for"
             )
         gpus = env.get("SLURM_GPUS_ON_NODE", "0")
         return cls(

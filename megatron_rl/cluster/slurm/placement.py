@@ -116,6 +116,13 @@ def need(cfg: Config, shape: NodeShape) -> Need:
             f"cluster.engine_nodes={c.engine_nodes}, but engine.replicas={replicas} at {per_node} a node fill "
             f"{engines}: change one of them, or leave engine_nodes out"
         )
+    problems += _too_many_devices(cfg, per_node, shape)
+    for key, least, configured, value in (
+        ("min_dp", c.min_dp, "parallel.data_parallel_size", cfg.parallel.data_parallel_size),
+        ("min_replicas", c.min_replicas, "engine.replicas", replicas),
+    ):
+        if least is not None and value and least > value:
+            problems.append(f"cluster.{key}={least} is more than {configured}={value}: lower it, or leave it out")
     if shape.cpus < c.controller_cpus + ranks:
         problems.append(
             f"{shape.cpus} CPUs on a node are too few for {ranks} trainer ranks and cluster.controller_cpus="
@@ -124,6 +131,19 @@ def need(cfg: Config, shape: NodeShape) -> Need:
     if problems:
         raise ConfigError("the configuration does not fit the nodes:\n" + "\n".join(f"  - {p}" for p in problems))
     return Need(trainer, engines, c.spare_nodes, ranks, per_node, c.placement == "colocated")
+
+
+def _too_many_devices(cfg: Config, per_node: int, shape: NodeShape) -> list[str]:
+    """A complaint when the replicas of one node want more GPUs than it has."""
+    e = cfg.engine
+    wanted = math.ceil(per_node * e.tp * e.dp / e.nodes_per_replica)
+    if e.kind != "sglang" or e.urls or cfg.cluster.device == "cpu" or not 0 < shape.gpus < wanted:
+        return []
+    return [
+        f"{per_node} replicas on a node with engine.tp={e.tp} x engine.dp={e.dp} over engine.nodes_per_replica="
+        f"{e.nodes_per_replica} want {wanted} GPUs of it, and it has {shape.gpus}: raise cluster.engine_nodes or "
+        "engine.nodes_per_replica, or lower engine.tp"
+    ]
 
 
 def plan_rows(cfg: Config, cpus: int, gpus: int) -> list[tuple[str, str, str]]:
