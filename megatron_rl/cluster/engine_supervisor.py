@@ -108,6 +108,16 @@ class Engine:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
 
+    def end(self, deadline: float) -> None:
+        """Wait for its end; KILL when it has not come by `deadline`, a monotonic time."""
+        assert self.process is not None
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("%s does not end; killing it", self.name)
+            self.process.kill()
+            self.process.wait()
+
     def _may_restart(self, code: int) -> bool:
         what = f"{self.name} {decode_exit(code)}"
         if not self.served:
@@ -170,7 +180,7 @@ def _supervise_replicas(
                 None if logs is None else logs / f"engine-{node}-{replica}.log",
             )
             engines.append(engine)
-        return supervise(engines)
+        return supervise(engines, cluster.stop_timeout_s)
 
 
 def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:
@@ -189,8 +199,11 @@ def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:
     return reservation
 
 
-def supervise(engines: Sequence[Engine]) -> int:
-    """Start all again and again until TERM or INT (0), or until one may not be started again (1), which ends all."""
+def supervise(engines: Sequence[Engine], patience_s: float) -> int:
+    """Start all again and again until TERM or INT (0), or until one may not be started again (1), which ends all.
+
+    `patience_s`: from TERM to KILL, for an engine that hangs.
+    """
     stopping: list[int] = []
 
     def end(number: int, _: object) -> None:
@@ -206,7 +219,7 @@ def supervise(engines: Sequence[Engine]) -> int:
         time.sleep(POLL_S)
     for engine in engines:  # also one that was being started when the signal came
         engine.stop()
+    deadline = time.monotonic() + patience_s
     for engine in engines:
-        assert engine.process is not None
-        engine.process.wait()
+        engine.end(deadline)
     return 0 if stopping else 1

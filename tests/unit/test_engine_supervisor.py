@@ -23,7 +23,11 @@ from megatron_rl.monitor.logs import setup_logging
 setup_logging("supervisor", 0, None, "INFO")
 argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 endpoint = Path(sys.argv[2]) / "endpoint"
-sys.exit(supervise([Engine("the engine", argv, endpoint, RestartLimit(2, 3600.0))]))
+engines = [Engine("the engine", argv, endpoint, RestartLimit(2, 3600.0))]
+if len(sys.argv) > 3:
+    broken = [sys.executable, "-c", sys.argv[3], sys.argv[2]]
+    engines.append(Engine("the other engine", broken, endpoint.with_name("never"), RestartLimit(2, 3600.0)))
+sys.exit(supervise(engines, patience_s=0.5))
 """
 SERVES = """
 import os, sys, time
@@ -34,6 +38,13 @@ with open(folder / "pids", "a") as file: print(os.getpid(), file=file)
 time.sleep(600)
 """
 FAILS = "import sys; sys.exit('no such model')"
+IGNORES_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SERVES
+FAILS_BESIDE_IT = """
+import sys, time
+from pathlib import Path
+while not (Path(sys.argv[1]) / "endpoint").exists(): time.sleep(0.02)
+sys.exit("no such model")
+"""
 
 
 def pids(folder: Path, count: int) -> list[int]:
@@ -47,8 +58,8 @@ def pids(folder: Path, count: int) -> list[int]:
         time.sleep(0.02)
 
 
-def start(script: str, folder: Path) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", SUPERVISOR, script, str(folder)]
+def start(script: str, folder: Path, *other: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", SUPERVISOR, script, str(folder), *other]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
@@ -76,6 +87,15 @@ def test_an_engine_that_never_served_is_not_started_again(tmp_path: Path) -> Non
     assert supervisor.returncode == 1
     assert said.count("no such model") == 1
     assert "failed with exit code 1 before it served anything" in said
+
+
+def test_an_engine_that_ignores_term_does_not_hide_the_end_of_another(tmp_path: Path) -> None:
+    supervisor = start(IGNORES_TERM, tmp_path, FAILS_BESIDE_IT)
+    _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 1
+    assert "the other engine failed with exit code 1" in said
+    assert "the engine does not end; killing it" in said
+    assert has_ended(pids(tmp_path, 1)[0])
 
 
 def test_term_ends_the_engine_and_its_supervisor(tmp_path: Path) -> None:
