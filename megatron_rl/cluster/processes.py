@@ -33,10 +33,13 @@ class Role:
     """Bytes that earlier starts of the run had left in the log."""
 
     def describe_exit(self) -> str:
-        """What its exit code means, and the end of its log; on a full disk, that the log may lack the reason."""
+        """What its exit code means, and the end of its log; on a full disk, why the reason may be missing."""
         end = tail(self.log, start=self.log_start)
         words = f"{self.name}-{self.rank} {decode_exit(self.process.returncode)}; log {self.log}\n{end}"
-        free = shutil.disk_usage(self.log.parent).free
+        try:
+            free = shutil.disk_usage(self.log.parent).free
+        except OSError as error:
+            return f"{words}\nthe run's directory was taken away meanwhile ({error}); leave it where it is"
         if free < NEARLY_FULL:
             words += (
                 f"\nonly {free / 2**20:.1f} MiB are free in {self.log.parent}, where the reason should stand; make "

@@ -180,6 +180,17 @@ def test_a_failure_on_a_full_disk_names_the_disk(tmp_path: Path, monkeypatch: py
     assert "MiB are free" in role.describe_exit()
 
 
+def test_a_failure_without_the_run_s_directory_says_that_it_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    role = start("trainer", 0, [sys.executable, "-c", "exit(3)"], dict(os.environ), folder / "trainer-0.log")
+    role.process.wait(60)
+    role.log.unlink()
+    folder.rmdir()
+    assert "trainer-0 failed with exit code 3" in role.describe_exit()
+    assert "the run's directory was taken away meanwhile" in role.describe_exit()
+
+
 def test_a_directory_stays_held_while_a_process_of_the_run_lives_on_after_its_launcher(tmp_path: Path) -> None:
     launcher = (
         "import os, signal, sys; from pathlib import Path\n"
