@@ -13,6 +13,7 @@ job left behind. A janitor process does that too when the one that made the clus
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import getpass
 import os
@@ -29,6 +30,10 @@ from pathlib import Path
 from .settings import reserve_ports, write_settings
 
 MARK = "MINISLURM_DIR"
+HELP = (
+    "Start a Slurm of four emulated nodes on this machine, print the line that a second shell needs to use it "
+    "(export SLURM_CONF=... MINISLURM_DIR=...), and wait; Ctrl-C ends the nodes and all jobs on them."
+)
 PACKAGES = "slurm-wlm munge libpmix-dev"
 START_S = 60.0
 """How long the nodes may take to answer; they need one second on an idle machine."""
@@ -282,12 +287,13 @@ def _main(arguments: Sequence[str]) -> None:
         sys.stdin.read()
         _clean_up(Path(arguments[1]))
         return
+    argparse.ArgumentParser(prog="python -m tests.slurm.minislurm", description=HELP).parse_args(arguments)
     reason = why_not()
     if reason:
         sys.exit(reason)
     with cluster() as slurm, contextlib.suppress(KeyboardInterrupt):
         print(f"export SLURM_CONF={slurm.env['SLURM_CONF']} {MARK}={slurm.directory}", flush=True)
-        print(f"# {len(slurm.node_names)} nodes are up; Ctrl-C ends them", flush=True)
+        print(f"# {len(slurm.node_names)} nodes are up; a second shell takes that line; Ctrl-C ends them", flush=True)
         signal.pause()
 
 

@@ -82,6 +82,15 @@ def test_a_cluster_whose_owner_is_killed_takes_everything_along(slurm: MiniSlurm
     assert slurm.node_state("node1") == "IDLE"
 
 
+def test_a_word_that_asks_for_help_starts_no_cluster() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.slurm.minislurm", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert said.returncode == 0, said.stderr
+    assert "SLURM_CONF" in said.stdout
+    assert "nodes are up" not in said.stdout
+
+
 @pytest.mark.parametrize("command", [["srun", "false"], ["scontrol", "show", "job", "999999"]])
 def test_a_failing_command_says_what_it_said(slurm: MiniSlurm, command: list[str]) -> None:
     with pytest.raises(RuntimeError, match="exit 1"):
