@@ -22,7 +22,7 @@ MRL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 MRL_PINS="$MRL_ROOT/constraints-cpu.txt"
 MRL_PYTHON_VERSION=3.11
 MRL_CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
-MRL_NEEDED_MB=4000
+MRL_NEEDED_MB=3000
 MRL_LOCK_TIMEOUT_S=1800
 
 mrl_use_venv() { # DIR; where everything below works, .venv in the checkout unless a script says otherwise

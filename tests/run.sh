@@ -84,6 +84,7 @@ if [[ "$system" == yes ]]; then
   install_system
   export MEGATRON_RL_SYSTEM_INSTALLED=1 # read by tests/conftest.py
 fi
+MRL_NEEDED_MB=4500 # the compiler of the kernels and the tools of the tests come on top
 mrl_setup cpu dev
 cd "$MRL_ROOT"
 export PATH="$MRL_VENV/bin:$PATH"

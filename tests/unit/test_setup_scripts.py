@@ -141,7 +141,7 @@ def test_a_full_disk_is_told_before_anything_is_written(checkout: Path, tmp_path
     )
     code, text = run(checkout, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert code == 12
-    assert "has 200 MB free; the set-up needs about 4000 MB" in text
+    assert "has 200 MB free; the set-up needs about 3000 MB" in text
     assert not (checkout / ".venv").exists()
 
 
