@@ -63,8 +63,10 @@ while (($#)); do
 done
 
 install_system() {
-  local packages=(slurm-wlm munge libpmix-dev openmpi-bin) root=() log command
-  if dpkg-query --status "${packages[@]}" >/dev/null 2>&1; then return; fi
+  local packages=(slurm-wlm munge libpmix-dev openmpi-bin) root=() log command installed
+  # A package that was removed but for its settings is still known to dpkg.
+  installed="$(dpkg-query --show --showformat '${db:Status-Status}\n' "${packages[@]}" 2>/dev/null | grep -cx installed || true)"
+  if [[ "$installed" == "${#packages[@]}" ]]; then return; fi
   command="apt-get install -y --no-install-recommends ${packages[*]}"
   command -v apt-get >/dev/null ||
     mrl_fail 18 "--install-system knows apt-get only, which is not here." "Install the equivalents of: ${packages[*]}"
