@@ -36,6 +36,8 @@ def check(cfg: Config) -> HfConfig:
         _advantages(cfg),
         _loss(cfg),
         _watched(cfg),
+        _off_policy(cfg),
+        _weight_transport(cfg),
     )
     problems = [problem for found in checks for problem in found]
     if problems:
@@ -199,3 +201,40 @@ def _watched(cfg: Config) -> Iterator[str]:
     checkpoint = cfg.checkpoint
     if checkpoint.keep_best and checkpoint.metric not in [f"eval/{m}" for m in measured]:
         yield f"checkpoint.metric={checkpoint.metric!r} is not measured; eval/ and {hint}"
+
+
+def _off_policy(cfg: Config) -> Iterator[str]:
+    r = cfg.rollout
+    if not r.off_policy:
+        return
+    what = f"rollout.mode={r.mode}" if r.mode != "sync" else "rollout.partial_rollouts=true"
+    if cfg.deterministic:
+        yield f"deterministic=true: with {what} timing decides what is trained on; use rollout.mode=sync"
+    if cfg.cluster.placement == "colocated" and r.mode != "sync":
+        yield (
+            f"{what}: with cluster.placement=colocated engines and trainer take turns on the same devices; use "
+            "rollout.mode=sync (rollout.partial_rollouts=true is possible), or placement=disaggregated"
+        )
+    corrected = cfg.algorithm.corrections or cfg.algorithm.old_logprobs == "rollout"
+    if r.stale_policy == "keep_with_correction" and not corrected:
+        yield (
+            "rollout.stale_policy=keep_with_correction with algorithm.corrections=[]: nothing corrects old tokens; "
+            "use corrections=[tis], or stale_policy=drop"
+        )
+
+
+def _weight_transport(cfg: Config) -> Iterator[str]:
+    e = cfg.engine
+    if e.weight_transport in ("broadcast", "ipc") and e.dp != 1:
+        yield (
+            f"engine.weight_transport={e.weight_transport} with engine.dp={e.dp}: SGLang takes tensors with dp=1 only; "
+            "use weight_transport=disk, or more engine.replicas instead of dp"
+        )
+    if e.weight_transport == "ipc" and cfg.cluster.placement != "colocated":
+        yield (
+            "engine.weight_transport=ipc: engines get handles of the trainer's memory and must share its devices; use "
+            "cluster.placement=colocated, or weight_transport=broadcast"
+        )
+    if e.stage_in_memory and (e.weight_transport in ("broadcast", "ipc") or e.urls):
+        other = "engine.urls" if e.urls else f"engine.weight_transport={e.weight_transport}"
+        yield f"engine.stage_in_memory=true belongs to the disk transport of engines that the run starts, not {other}"

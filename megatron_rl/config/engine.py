@@ -35,6 +35,19 @@ class EngineConfig(Section):
     """Deadline of one weight update over all servers."""
     keep_versions: int = Field(2, ge=1)
     """Weight version directories kept on disk."""
+    weight_transport: Literal["auto", "disk", "broadcast", "ipc"] = "auto"
+    """How new weights reach the servers: files, process groups with the trainer, or memory of the devices they share.
+    auto = broadcast on CUDA devices of their own, ipc on the trainer's, disk without CUDA or with engine.dp > 1."""
+    bucket_mib: int = Field(512, ge=1)
+    """Weights sent at once by broadcast and ipc, and size of one file on disk, MiB."""
+    replicas_per_group: int = Field(8, ge=1)
+    """Servers in one process group of a broadcast: a dead one costs its own group."""
+    pause_mode: Literal["retract", "in_place"] = "retract"
+    """Requests that run during a weight update: computed again with the new weights, or kept with their cache."""
+    stage_in_memory: bool = False
+    """Disk transport: one process of every engine node copies new weights to /dev/shm, its servers read them there."""
+    probe_tolerance: float = Field(0.05, gt=0)
+    """Largest difference of log-probs between servers, or to the trainer, of a short text after an update, nats."""
 
     python: str | None = None
     """SGLang: interpreter of its virtual environment; null = .venv-sglang/bin/python in the checkout."""

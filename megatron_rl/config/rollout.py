@@ -48,6 +48,46 @@ class RolloutConfig(Section):
     """Deadline of one step's rollouts."""
     retries: int = Field(3, ge=0)
     """Further attempts after a transport error. An engine's answer is never retried."""
+    client_workers: int | None = Field(None, ge=0, le=64)
+    """Processes that talk to the engines; 0 = the controller itself; null = 0 with embedded engines, else
+    cluster.controller_cpus."""
+    segment_tokens: int = Field(2048, ge=1)
+    """Longest part of a response that one request generates; a dead engine costs at most this much of each response."""
+
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """`sync`: generate, then train; `one_step_off`: generate a batch while the one before is trained on; `async`:
+    generate all the time, through weight updates."""
+    partial_rollouts: bool = False
+    """When a batch is complete, keep what unfinished responses have and go on with them later. `async` always does."""
+    max_staleness: int = Field(2, ge=0)
+    """Published weight versions that a token may be behind when it is trained on; sync without partial_rollouts: 0."""
+    stale_policy: Literal["drop", "mask_stale_tokens", "keep_with_correction"] = "drop"
+    """Groups with older tokens: generated anew, without these tokens in the loss, or left to algorithm.corrections."""
+    mask_off_policy_tokens: bool = False
+    """Take every token out of the loss that the newest weights have not sampled."""
+
+    environment: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    """`module:Class` of an environment that answers the model between its turns; null = one turn."""
+    environment_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that class."""
+    environment_timeout_s: Seconds = 30.0
+    """Deadline of one call to the environment."""
+    max_turns: int = Field(8, ge=1)
+    """Turns of the model in one response."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Longest turn; null = as long as the response may be."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _synchronous_is_never_stale(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("mode", "sync") == "sync" and not values.get("partial_rollouts"):
+            return {"max_staleness": 0, **values}
+        return values
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether a batch may hold tokens of older weights than those that are trained."""
+        return self.mode != "sync" or self.partial_rollouts
 
     @field_validator("dynamic_sampling", mode="before")
     @classmethod
@@ -68,4 +108,27 @@ class RolloutConfig(Section):
                 f"overlong_cache={self.overlong_cache} is longer than max_response_tokens={self.max_response_tokens}; "
                 "use 1 .. max_response_tokens, or null to switch it off"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _staleness(self) -> RolloutConfig:
+        if not self.off_policy and self.max_staleness:
+            raise ValueError(
+                f"max_staleness={self.max_staleness}: mode=sync trains on tokens of the newest weights only; leave it "
+                "out, or set partial_rollouts=true, mode=one_step_off or mode=async"
+            )
+        if self.off_policy and not self.max_staleness:
+            what = f"mode={self.mode}" if self.mode != "sync" else "partial_rollouts=true"
+            raise ValueError(f"max_staleness=0: {what} needs tokens of older weights; use 1 or more (2 is usual)")
+        for key, neutral in (("stale_policy", "drop"), ("mask_off_policy_tokens", False)):
+            if not self.off_policy and getattr(self, key) != neutral:
+                raise ValueError(f"{key}={getattr(self, key)} has no effect with mode=sync; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _turns(self) -> RolloutConfig:
+        if self.environment is None and self.environment_args:
+            raise ValueError("environment_args without environment; set environment=module:Class, or leave them out")
+        if self.max_turn_tokens is not None and self.environment is None:
+            raise ValueError("max_turn_tokens without environment; use max_response_tokens for a single turn")
         return self

@@ -68,3 +68,16 @@ class Config(Section):
                 brought["overlong_cache"] = max(1, int(PRESET_OVERLONG_SHARE[preset] * longest))
             values = {**values, "rollout": {**brought, **rollout}}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_tokens_are_corrected(cls, values: Any) -> Any:
+        """Tokens of older weights get truncated importance weights, unless the user says what else is to be done."""
+        if not isinstance(values, dict):
+            return values
+        algorithm, rollout = values.get("algorithm", {}), values.get("rollout", {})
+        if isinstance(algorithm, dict) and isinstance(rollout, dict):
+            off_policy = rollout.get("mode", "sync") != "sync" or rollout.get("partial_rollouts") is True
+            if off_policy and algorithm.get("old_logprobs") != "rollout" and "corrections" not in algorithm:
+                values = {**values, "algorithm": {**algorithm, "corrections": ["tis"]}}
+        return values
