@@ -20,7 +20,7 @@ Tokens = NDArray[np.int64]
 LogProbs = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 
-GROUP_DIGITS, SAMPLE_DIGITS = 9, 3
+GROUP_DIGITS, SAMPLE_DIGITS, ATTEMPT_DIGITS = 9, 3, 4
 
 
 class Span(NamedTuple):
@@ -48,6 +48,19 @@ def sample_name(group_id: int, index: int, kind: str = "s") -> str:
     return f"{group_name(group_id, kind)}{index:0{SAMPLE_DIGITS}d}."
 
 
+def request_name(sample_id: str, attempt: int) -> str:
+    """`s000001234-003.0007`: the sample's id and the number of the request for it.
+
+    No two requests of a sample have the same name, so that a late answer or abort never meets a later request.
+    """
+    if not 0 <= attempt < 10**ATTEMPT_DIGITS:
+        raise ValueError(
+            f"{sample_id}: request {attempt} for one response does not fit {ATTEMPT_DIGITS} digits; "
+            "raise rollout.segment_tokens"
+        )
+    return f"{sample_id}{attempt:0{ATTEMPT_DIGITS}d}"
+
+
 def group_of(sample_id: str) -> str:
     """The group's name, with which the sample's id begins."""
     return sample_id[: -1 - SAMPLE_DIGITS]
@@ -64,7 +77,9 @@ class Sample:
     """One response: its tokens, the log-probs and weights that sampled them, and what it earned.
 
     prompt_tokens int64 [P]; response_tokens int64 [R]; log_probs float32 [R], of the engine at `temperature`; loss_mask
-    bool [R]; spans cover [0, R) without gaps. Rewards are NaN until `score`.
+    bool [R]; spans cover [0, R) without gaps. Rewards are NaN until `score`. `attempts`: requests sent for it so far.
+    Tokens of an environment between two turns belong to the response: loss_mask False and log_probs 0 there, and
+    [start, end) of them in `observations`. environment_reward is None until a conversation with one is over.
     """
 
     id: str
@@ -78,9 +93,17 @@ class Sample:
     spans: list[Span] = field(default_factory=list)
     finish_reason: str | None = None
     text: str = ""
+    observations: list[tuple[int, int]] = field(default_factory=list)
+    environment_reward: float | None = None
     correctness: float = float("nan")
     components: dict[str, float] = field(default_factory=dict)
     reward: float = float("nan")
+    attempts: int = 0
+
+    def next_request(self) -> str:
+        """A name for a request that no other request for this sample has had."""
+        self.attempts += 1
+        return request_name(self.id, self.attempts - 1)
 
     def append(self, tokens: Sequence[int] | Tokens, log_probs: Sequence[float] | LogProbs, spans: list[Span]) -> None:
         """Add generated tokens. `spans` count from the first ADDED token and must cover all of them in order.
@@ -106,6 +129,19 @@ class Sample:
         for span in spans:
             self._extend_spans(Span(span.version, offset + span.start, offset + span.end))
 
+    def append_observation(self, tokens: Sequence[int] | Tokens) -> None:
+        """Add what an environment said: not sampled, so outside of the loss; it counts as the newest weights' version.
+
+        Raises:
+            ValueError: the sample is finished, nothing was sampled yet, or there are no tokens.
+        """
+        if not self.spans or not len(tokens):
+            raise ValueError(f"sample {self.id}: an observation has tokens, and follows sampled ones")
+        count = len(tokens)
+        self.append(tokens, np.zeros(count, np.float32), [Span(self.version_last, 0, count)])
+        self.loss_mask[-count:] = False
+        self.observations.append((self.response_length - count, self.response_length))
+
     def _extend_spans(self, span: Span) -> None:
         if self.spans and self.spans[-1].version == span.version:
             self.spans[-1] = self.spans[-1]._replace(end=span.end)
@@ -115,6 +151,15 @@ class Sample:
     def finish(self, reason: str) -> None:
         """No token follows. `reason` is the engine's: stop, length or abort."""
         self.finish_reason = reason
+
+    def discard(self) -> None:
+        """Forget the response and what it earned; the next one is sampled anew. `attempts` goes on counting."""
+        fresh = Sample(self.id, self.group_id, self.prompt_tokens, self.temperature, self.seed, attempts=self.attempts)
+        vars(self).update(vars(fresh))
+
+    def reopen(self) -> None:
+        """Another turn follows."""
+        self.finish_reason = None
 
     def score(self, reward: float, correctness: float, components: dict[str, float]) -> None:
         """Set what the verifiers said; NaN means that they could not tell."""
@@ -158,6 +203,21 @@ class Sample:
     def trainable_tokens(self) -> int:
         """Response tokens in the loss."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        """Where the model's turns [start, end) lie in the response; the last one may still grow."""
+        starts = [0, *(end for _, end in self.observations)]
+        ends = [*(start for start, _ in self.observations), self.response_length]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+    @property
+    def sampled(self) -> Mask:
+        """bool [R], False on tokens of an environment, whatever the loss mask says."""
+        mask = np.ones(self.response_length, np.bool_)
+        for start, end in self.observations:
+            mask[start:end] = False
+        return mask
 
     @property
     def version_first(self) -> int:
@@ -206,6 +266,11 @@ class Group:
             for k in range(size)
         ]
         return cls(group_id, prompt_id, version, samples)
+
+    @property
+    def unfinished(self) -> list[Sample]:
+        """Samples whose responses have not ended."""
+        return [s for s in self.samples if not s.finished]
 
     @property
     def correctness(self) -> NDArray[np.float64]:

@@ -190,9 +190,12 @@ def _unpack_sample(entry: dict[str, Any], group_id: int, prompt: NDArray[np.int6
         spans=[Span(*span) for span in entry["spans"]],
         finish_reason=entry["finish_reason"],
         text=entry["text"],
+        observations=[(start, end) for start, end in entry["observations"]],
+        environment_reward=entry["environment_reward"],
         correctness=_number(entry["correctness"]),
         components={name: _number(value) for name, value in entry["components"].items()},
         reward=_number(entry["reward"]),
+        attempts=entry["attempts"],
     )
 
 
@@ -218,10 +221,13 @@ def _sample_values(sample: Sample) -> dict[str, Any]:
         "seed",
         "finish_reason",
         "text",
+        "observations",
+        "environment_reward",
         "correctness",
         "components",
         "reward",
         "response_length",
+        "attempts",
     )
     return {name: getattr(sample, name) for name in names} | {"spans": [list(span) for span in sample.spans]}
 

@@ -63,6 +63,31 @@ def test_nothing_can_be_appended_to_a_finished_sample():
         sample.append([1], [-1.0], [Span(0, 0, 1)])
 
 
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=5))
+def test_an_observation_is_outside_of_the_loss_and_counts_as_the_newest_weights(turns: list[tuple[int, int, int]]):
+    sample = grown([])
+    for sampled, observed, version in turns:
+        sample.append(range(sampled), [-1.0] * sampled, [Span(version, 0, sampled)])
+        newest = sample.version_last
+        sample.finish("stop")
+        sample.reopen()
+        sample.append_observation([7] * observed)
+        assert sample.spans[-1].end == sample.response_length
+        assert sample.spans[-1].version == newest
+    expected = [mark for sampled, observed, _ in turns for mark in [True] * sampled + [False] * observed]
+    assert sample.loss_mask.tolist() == sample.sampled.tolist() == expected
+    assert not sample.log_probs[~sample.loss_mask].any()
+    assert [end - start for start, end in sample.turns] == [sampled for sampled, _, _ in turns]
+    sample.exclude()
+    assert sample.sampled.tolist() == expected
+
+
+def test_an_observation_without_tokens_or_before_any_turn_is_refused():
+    for sample, tokens in ((grown([[0]]), []), (grown([]), [1])):
+        with pytest.raises(ValueError, match="follows sampled ones"):
+            sample.append_observation(tokens)
+
+
 @given(st.lists(st.tuples(st.sampled_from("se"), group_ids, positions), min_size=2, max_size=20, unique=True))
 def test_no_sample_id_is_a_prefix_of_another_and_all_have_the_same_width(keys):
     names = [sample_name(group, k, kind) for kind, group, k in keys]
@@ -112,6 +137,7 @@ def make_groups() -> list[Group]:
             sample.score(float(k), float("nan") if group_id == 5 else float(k), {"format": 0.5, "math": float("nan")})
         groups.append(group)
     groups[0].samples[1].exclude()
+    groups[0].samples[0].observations, groups[0].samples[0].environment_reward = [(1, 2)], 0.5
     groups[1].samples[0].reward = float("nan")
     return groups
 
