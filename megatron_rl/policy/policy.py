@@ -31,6 +31,7 @@ from megatron_rl.policy.forward import LogProbHead, LossHead, Projection, run_sc
 from megatron_rl.policy.manifest import Manifest
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.model import build_model
+from megatron_rl.policy.offload import TrainingMemory
 from megatron_rl.policy.optimizer import Optimizer, wrap_for_gradients
 from megatron_rl.policy.packing import MicroBatch, pack, unpack
 from megatron_rl.policy.reduction import (
@@ -103,6 +104,7 @@ class Policy:
         self.optimizer = Optimizer(
             self._wrapped, cfg.optimizer, getattr(torch, cfg.model.dtype), cfg.parallel.use_distributed_optimizer
         )
+        self.memory = TrainingMemory(self._wrapped, self.optimizer)
         self.learning_rate = cfg.optimizer.lr
         self.reference: ReferenceWeights | None = None
         self._reference_cache = LogProbCache()
