@@ -1,4 +1,4 @@
-"""What the trainer needs for an update only, moved to host memory and back; when that happens is decided in `colocation`.
+"""What the trainer needs for an update only, moved to the host and back; when that happens is decided in `colocation`.
 
 Optimizer moments and fp32 main weights are copied to (pinned) host memory. Gradient buffers are given up without a
 copy: every update begins by clearing them, so they come back as zeros. The model's own weights stay where they are:

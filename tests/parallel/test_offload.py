@@ -1,4 +1,4 @@
-"""Training state that was on the host in between is the state that never left, in every kind of Megatron's optimizer."""
+"""Training state that was on the host in between is the state that never left, for every optimizer of Megatron."""
 
 from __future__ import annotations
 
