@@ -1,6 +1,7 @@
-"""Keeps the engines of one machine alive: starts them, starts one again that died, gives up when it dies too often.
+"""Keeps the engines of one machine alive: starts one again that died or hangs, gives up when that comes too often.
 
-Waits for: an engine's end, without a deadline, since it serves as long as the run lasts; TERM or INT ends all.
+Waits for: an engine's end, without a deadline, since it serves as long as the run lasts, unless it falls silent (see
+`liveness.py`), which ends it; TERM or INT ends all.
 
 Nobody need be told of a restart. The port stays the same, since it is reserved here; the engine reads in
 RUN/weights/current.json which version to load and what its checksum must be, and listens only when that is right. Until
@@ -11,24 +12,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import Config
 
 from .bootstrap import child_environment, task_of_step
+from .liveness import Silence, listen
 from .ports import free_port
 from .processes import decode_exit, die_with_parent
 from .run_dir import RunDir
+from .tree import kill_tree
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -57,6 +62,23 @@ class RestartLimit:
         return True
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long an engine may be silent.
+
+    Attributes:
+        url: where it will serve.
+        api_key: its bearer token.
+        start_s: until it serves.
+        silent_s: from then on.
+    """
+
+    url: str
+    api_key: str | None
+    start_s: float
+    silent_s: float
+
+
 @dataclass
 class Engine:
     """One replica as its supervisor sees it.
@@ -66,6 +88,7 @@ class Engine:
         argv: what starts it.
         endpoint: the file that it writes once it serves.
         limit: how often it may be started again.
+        patience: with its silence; None = it is not asked (a part of a replica that publishes no address).
         env: its environment; None = ours.
         log: where its output is appended; None = where ours goes.
     """
@@ -74,10 +97,14 @@ class Engine:
     argv: Sequence[str]
     endpoint: Path
     limit: RestartLimit
+    patience: Patience | None = None
     env: Mapping[str, str] | None = None
     log: Path | None = None
     process: subprocess.Popen[bytes] | None = None
     served: bool = False
+    _silence: Silence | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
+    _listening: bool = False
 
     def start(self) -> None:
         """Start its process, which ends with ours."""
@@ -90,15 +117,23 @@ class Engine:
                 stderr=output,
                 preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
             )
+        if self.patience is not None:
+            self._silence, self._listening = Silence(self.patience.start_s), False
 
     def may_go_on(self) -> bool:
-        """True while it runs, or when it has ended and was started again."""
+        """True while it runs and answers, or when it has ended, or was ended, and was started again."""
         assert self.process is not None
         self.served = self.served or self.endpoint.exists()
+        self._listen()
         code = self.process.poll()
-        if code is None:
+        if code is None and self._silence is not None and self._silence.lasts():
+            end = self._kill()
+        elif code is None:
             return True
-        if not self._may_restart(code):
+        else:
+            end = decode_exit(code)
+        self._over.set()
+        if not self._may_restart(end):
             return False
         self.start()
         return True
@@ -118,8 +153,36 @@ class Engine:
             self.process.kill()
             self.process.wait()
 
-    def _may_restart(self, code: int) -> bool:
-        what = f"{self.name} {decode_exit(code)}"
+    def _listen(self) -> None:
+        """From the moment at which this very process has published its address, ask it there."""
+        if self.patience is None or self._listening or not self._has_published():
+            return
+        self._silence, self._over, self._listening = Silence(self.patience.silent_s), threading.Event(), True
+        listen(self._silence, self.patience.url, self.patience.api_key, self._over)
+
+    def _has_published(self) -> bool:
+        assert self.process is not None
+        try:
+            return bool(json.loads(self.endpoint.read_text())["pid"] == self.process.pid)
+        except FileNotFoundError:
+            return False
+
+    def _kill(self) -> str:
+        """End it with all its processes. Returns what happened, for people."""
+        assert self.process is not None
+        assert self.patience is not None
+        words = f"did not serve within {self.patience.start_s:g} s (engine.ready_timeout_s and silent_timeout_s)"
+        if self._listening:
+            words = f"was silent for {self.patience.silent_s:g} s (engine.silent_timeout_s)"
+        log.warning("%s %s; killing it", self.name, words)
+        left = kill_tree(self.process.pid)
+        if left:
+            log.warning("processes %s of %s do not end", left, self.name)
+        self.process.wait()
+        return words
+
+    def _may_restart(self, end: str) -> bool:
+        what = f"{self.name} {end}"
         if not self.served:
             log.error("%s before it served anything; it is not started again", what)
             return False
@@ -176,11 +239,20 @@ def _supervise_replicas(
                 [*argv, "--host", host, "--port", str(port)],
                 run.engine_endpoint(replica),
                 RestartLimit(restarts, cluster.engine_restart_window_s),
+                _patience(cfg, host, port) if node_rank == 0 else None,
                 env,
                 None if logs is None else logs / f"engine-{node}-{replica}.log",
             )
             engines.append(engine)
         return supervise(engines, cluster.stop_timeout_s)
+
+
+def _patience(cfg: Config, host: str, port: int) -> Patience:
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+    engine = cfg.engine
+    start_s = engine.ready_timeout_s + engine.silent_timeout_s
+    return Patience(url, engine.read_api_key(cfg.run_dir), start_s, engine.silent_timeout_s)
 
 
 def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:

@@ -31,6 +31,9 @@ class EngineConfig(Section):
     """Number format of the server's weights; `model` = model.dtype."""
     ready_timeout_s: Seconds = 300.0
     """Deadline for a started server to answer."""
+    silent_timeout_s: Seconds = 300.0
+    """Silence after which a started server that runs is killed and started again (cluster.max_engine_restarts); longer
+    than one server takes to load new weights, since it may answer nothing meanwhile."""
     update_timeout_s: Seconds = 600.0
     """Deadline of one weight update over all servers."""
     keep_versions: int = Field(2, ge=1)

@@ -38,6 +38,39 @@ with open(folder / "pids", "a") as file: print(os.getpid(), file=file)
 time.sleep(600)
 """
 FAILS = "import sys; sys.exit('no such model')"
+WATCHED = """
+import sys
+from pathlib import Path
+from megatron_rl.cluster.engine_supervisor import Engine, Patience, RestartLimit, supervise
+from megatron_rl.cluster.ports import free_port
+from megatron_rl.monitor.logs import setup_logging
+setup_logging("supervisor", 0, None, "INFO")
+port = free_port()
+argv = [sys.executable, "-c", sys.argv[1], sys.argv[2], str(port)]
+patience = Patience(f"http://127.0.0.1:{port}", "the key", float(sys.argv[3]), float(sys.argv[4]))
+endpoint = Path(sys.argv[2]) / "endpoint"
+sys.exit(supervise([Engine("the engine", argv, endpoint, RestartLimit(int(sys.argv[5]), 3600.0), patience)], 0.5))
+"""
+ANSWERS = """
+import http.server, json, os, subprocess, sys
+from pathlib import Path
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        asked_well = self.path == "/server_info" and self.headers["Authorization"] == "Bearer the key"
+        self.send_response(503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        with open(folder / ("asked" if asked_well else "asked-wrongly"), "a") as file: print(os.getpid(), file=file)
+    def log_message(self, *_): pass
+folder = Path(sys.argv[1])
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler)
+child = subprocess.Popen(["sleep", "60"], start_new_session=True, stderr=subprocess.DEVNULL)
+with open(folder / "children", "a") as file: print(child.pid, file=file)
+(folder / "new").write_text(json.dumps({"url": "", "pid": os.getpid()}))
+(folder / "new").rename(folder / "endpoint")
+server.serve_forever()
+"""
+NEVER_SERVES = "import time; time.sleep(600)"
 IGNORES_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SERVES
 FAILS_BESIDE_IT = """
 import sys, time
@@ -47,14 +80,14 @@ sys.exit("no such model")
 """
 
 
-def pids(folder: Path, count: int) -> list[int]:
-    """The process ids of the first `count` engines, once they have started."""
+def pids(folder: Path, count: int, file: str = "pids") -> list[int]:
+    """The process ids in a file, in order and each once, when there are `count` of them: of engines that started."""
     deadline = time.monotonic() + 60
     while True:
-        lines = (folder / "pids").read_text().split() if (folder / "pids").exists() else []
+        lines = list(dict.fromkeys((folder / file).read_text().split())) if (folder / file).exists() else []
         if len(lines) >= count:
             return [int(line) for line in lines]
-        assert time.monotonic() < deadline, f"only {len(lines)} of {count} engines started"
+        assert time.monotonic() < deadline, f"only {len(lines)} of {count} in {file}"
         time.sleep(0.02)
 
 
@@ -117,6 +150,52 @@ def test_an_engine_does_not_outlive_a_supervisor_that_was_killed(tmp_path: Path)
     while not has_ended(engine):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def watch(script: str, folder: Path, *numbers: float) -> subprocess.Popen[str]:
+    """A supervisor that asks its engine. `numbers`: patience at start, with silence, and restarts."""
+    argv = [sys.executable, "-c", WATCHED, script, str(folder), *map(str, numbers)]
+    return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while not has_ended(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_engine_that_is_silent_is_killed_with_all_its_processes_and_started_again(tmp_path: Path) -> None:
+    supervisor = watch(ANSWERS, tmp_path, 600, 0.5, 10**6)  # restarts without end: a busy machine may cause some
+    silent = pids(tmp_path, 1, "asked")[-1]
+    os.kill(silent, signal.SIGSTOP)
+    children = pids(tmp_path, 1, "children")
+    wait_for_end(silent)
+    wait_for_end(children[-1])
+    while pids(tmp_path, 2, "asked")[-1] == silent:  # a successor was asked, and so it serves
+        time.sleep(0.02)
+    supervisor.terminate()
+    _, said = supervisor.communicate(timeout=60)
+    os.kill(pids(tmp_path, 2, "children")[-1], signal.SIGKILL)  # its parent obeyed TERM at once
+    assert supervisor.returncode == 0
+    assert "the engine was silent for 0.5 s (engine.silent_timeout_s); killing it" in said
+    assert "the engine was silent for 0.5 s (engine.silent_timeout_s); starting it again" in said
+    assert not (tmp_path / "asked-wrongly").exists()
+
+
+def test_silence_counts_as_a_restart(tmp_path: Path) -> None:
+    supervisor = watch(ANSWERS, tmp_path, 600, 0.5, 0)
+    os.kill(pids(tmp_path, 1, "asked")[0], signal.SIGSTOP)
+    _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 1
+    assert "was silent for 0.5 s (engine.silent_timeout_s); it has been restarted 0 times" in said
+
+
+def test_an_engine_that_hangs_before_it_serves_is_not_waited_for_forever(tmp_path: Path) -> None:
+    supervisor = watch(NEVER_SERVES, tmp_path, 0.2, 600, 5)
+    _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 1
+    assert "did not serve within 0.2 s (engine.ready_timeout_s and silent_timeout_s) before it served" in said
 
 
 def test_a_reserved_port_is_for_the_engine_alone() -> None:
