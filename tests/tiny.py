@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen2", "llama", "mistral"]
 
 PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 SPECIAL_TOKENS = (PAD, IM_START, IM_END, UNK)
@@ -69,7 +69,7 @@ def _byte_symbol(character: str) -> str:
 def _classes(family: Family) -> tuple[type, type]:
     import transformers
 
-    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
     name = names[family]
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
@@ -112,6 +112,8 @@ def tiny_model(
     }
     if family == "qwen2":
         del settings["head_dim"]  # Qwen2 always uses hidden_size / num_attention_heads
+    if family == "mistral":
+        settings["sliding_window"] = None  # its default is a window of 4096
     settings.update(overrides)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # A fork of the generator: building a model must not move the caller's random state.

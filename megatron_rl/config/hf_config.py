@@ -13,8 +13,17 @@ from typing import Any, TypeVar
 from .base import ConfigError
 
 N = TypeVar("N", int, float)
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MISTRAL_WINDOW = 4096
+"""What a Mistral whose config.json does not mention `sliding_window` has."""
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""What each type cannot do without."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +98,17 @@ def _not_computed(raw: dict[str, Any]) -> str | None:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         return f"rope type {rope_type!r} is not supported; one of {', '.join(SUPPORTED_ROPE_TYPES)}"
+    if lacking := [key for key in _ROPE_KEYS[rope_type] if not rope.get(key)]:
+        return f"rope type {rope_type!r} without {', '.join(lacking)}"
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         return "partial_rotary_factor is not supported; only 1"
     if raw.get("hidden_act", "silu") != "silu":
         return f"hidden_act={raw['hidden_act']!r} is not supported; only silu"
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
         return "sliding-window attention is not supported"
+    window = raw.get("sliding_window", MISTRAL_WINDOW) if raw["model_type"] == "mistral" else None
+    if window is not None and window < raw.get("max_position_embeddings", 0):
+        return f"sliding_window={window} is not supported; only null, or all of max_position_embeddings"
     biases = [key for key in ("attention_bias", "mlp_bias") if raw.get(key)]
     return f"{biases[0]}=true is not supported" if biases else None
 

@@ -106,6 +106,7 @@ def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: Paral
         add_qkv_bias=hf.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        softmax_scale=attention_scale(hf),
         # `weights.load` sets every parameter. Not perform_initialization=False: Megatron would then not mark which
         # parameters are split over tensor-parallel ranks, and count only the first rank's part in the gradient norm.
         init_method=_leave_unset,
@@ -140,7 +141,9 @@ def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
         ("num_key_value_heads", hf.num_query_groups),
         ("intermediate_size", hf.ffn_hidden_size),
     ):
-        if count % tp:
+        # With more ranks than query groups several ranks share one, and each holds a part of its rows.
+        is_shared_group = name == "num_key_value_heads" and tp % count == 0
+        if count % tp and not is_shared_group:
             raise ModelError(
                 f"parallel.tensor_model_parallel_size={tp} does not divide the model's {name}={count}; "
                 "choose a divisor, or use pipeline_model_parallel_size"
@@ -190,11 +193,28 @@ def _kernel_options() -> dict[str, bool]:
     }
 
 
+def attention_scale(hf: HfConfig) -> float | None:
+    """What scores are multiplied by before softmax where it is not head_dim ** -0.5.
+
+    YaRN (2309.00071) stretches rotated queries and keys by the same factor, which is its square on their product.
+    """
+    scaling = hf.rope_scaling or {}
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return None
+    factor = scaling.get("attention_factor")
+    if factor is None:
+        growth = 0.1 * math.log(max(scaling["factor"], 1.0))
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        factor = (mscale * growth + 1) / (mscale_all * growth + 1) if mscale and mscale_all else growth + 1
+    return factor**2 / math.sqrt(hf.head_dim)
+
+
 def rotary_frequencies(hf: HfConfig) -> Tensor:
     """Rotary frequencies per pair of features, fp32 [head_dim / 2], with the model's scaling applied.
 
     `default` is theta ** (-2i / head_dim) (2104.09864), `linear` divides it by `factor`, `llama3` divides long
-    wavelengths only, with a smooth passage between `low_freq_factor` and `high_freq_factor`.
+    wavelengths only, with a smooth passage between `low_freq_factor` and `high_freq_factor`; so does `yarn`
+    (2309.00071), whose passage is linear in the index of the pair.
     `read_hf_config` admits no others.
     """
     exponent = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
@@ -205,7 +225,24 @@ def rotary_frequencies(hf: HfConfig) -> Tensor:
         return inv_freq
     if kind == "linear":
         return inv_freq / scaling["factor"]
+    if kind == "yarn":
+        return _yarn_frequencies(inv_freq, hf, scaling)
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * inv_freq / factor + smooth * inv_freq
+
+
+def _yarn_frequencies(inv_freq: Tensor, hf: HfConfig, scaling: dict[str, Any]) -> Tensor:
+    def pair_with(turns: float) -> float:
+        """Index, not whole, of the pair that turns so often over the length that the model was first trained on."""
+        length = scaling["original_max_position_embeddings"]
+        return hf.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(hf.rope_theta))
+
+    low, high = pair_with(scaling.get("beta_fast") or 32), pair_with(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, hf.head_dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(hf.head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return inv_freq * (1 - stretched) + inv_freq / scaling["factor"] * stretched

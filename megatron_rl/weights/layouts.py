@@ -2,6 +2,9 @@
 
 A layout has two directions. `local` cuts this rank's part out of Hugging Face tensors, reading nothing but the needed
 rows or columns. `full` puts the parts of all tensor-parallel ranks together again. They invert each other bit for bit.
+
+`pieces` says the same without ranks: which rows of which Hugging Face tensor follow each other in the whole Megatron
+parameter. A conversion of files needs nothing else, and copies rows.
 """
 
 from __future__ import annotations
@@ -33,6 +36,15 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Rows `begin` to `end` of the Hugging Face tensor number `source` of a rule."""
+
+    source: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Shard:
     """Which part of a tensor-parallel parameter is meant: part `rank` of `size`; this rank's has `rows` rows."""
 
@@ -53,6 +65,14 @@ class Layout(Protocol):
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
         """The Hugging Face tensors of the rule, from the parameters of all ranks (one element if not `is_split`)."""
 
+    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
+        """What the whole parameter is made of, row by row, without padding; `counts`: rows of the rule's tensors."""
+
+
+def _whole(counts: Sequence[int]) -> list[Piece]:
+    """One tensor after another."""
+    return [Piece(source, 0, count) for source, count in enumerate(counts)]
+
 
 def _row_block(source: Source, shard: Shard) -> Tensor:
     size = source.shape[0] // shard.size
@@ -70,6 +90,9 @@ class Replicated:
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
         return [shards[0]]
 
+    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
+        return _whole(counts)
+
 
 class RowParallel:
     """Split along the input features, the second dimension: attention output and down projections."""
@@ -82,6 +105,9 @@ class RowParallel:
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
         return [shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)]
+
+    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
+        return _whole(counts)
 
 
 class Vocabulary:
@@ -101,6 +127,9 @@ class Vocabulary:
         whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
         return [whole[: hf.vocab_size]]
 
+    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
+        return _whole(counts)
+
 
 class GateUp:
     """Two column-parallel matrices in one: every rank holds [its rows of gate; its rows of up]."""
@@ -114,21 +143,41 @@ class GateUp:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
 
+    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
+        return _whole(counts)
+
 
 class QueryKeyValue:
     """Weights or biases of q, k, v, interleaved by query group: [queries of group 0, its key, its value, ...].
 
-    Ranks hold whole groups, so that TP must divide the number of groups.
+    Ranks hold equal parts of these rows: whole groups while TP divides the number of groups; with more ranks than
+    groups a part of one group, which Megatron gathers again before it attends.
     """
 
     is_split = True
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
-        groups = hf.num_query_groups // shard.size
-        parts = [_row_block(source, shard).unflatten(0, (groups, -1)) for source in sources]
-        return torch.cat(parts, dim=1).flatten(0, 1)
+        begin, end = shard.rank * shard.rows, (shard.rank + 1) * shard.rows
+        counts = [source.shape[0] for source in sources]
+        if sum(counts) != shard.rows * shard.size:
+            raise ValueError(f"{sum(counts)} rows are not {shard.size} x {shard.rows}")
+        parts, position = [], 0
+        for piece in self.pieces(counts, hf):
+            first, last = max(begin - position, 0), min(end - position, piece.end - piece.begin)
+            if first < last:
+                parts.append(sources[piece.source].rows(piece.begin + first, piece.begin + last))
+            position += piece.end - piece.begin
+        return torch.cat(parts)
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
         queries = hf.num_attention_heads // hf.num_query_groups * hf.head_dim
         whole = torch.cat(list(shards)).unflatten(0, (hf.num_query_groups, -1))
         return [part.flatten(0, 1) for part in whole.split([queries, hf.head_dim, hf.head_dim], dim=1)]
+
+    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
+        sizes = [count // hf.num_query_groups for count in counts]
+        return [
+            Piece(source, group * size, (group + 1) * size)
+            for group in range(hf.num_query_groups)
+            for source, size in enumerate(sizes)
+        ]

@@ -32,16 +32,39 @@ class Rule:
         megatron: the parameter's name; in a layer rule, behind `decoder.layers.N.`.
         hf: the tensors it is made of, in the layout's order; in a layer rule, behind the family's layer prefix.
         layout: how they are put together.
+        shapes: of `hf`, one text each, of the words in `_dimensions`.
         when: name of the `HfConfig` field that must be true for the rule to apply; None = always.
     """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
+    shapes: tuple[str, ...]
     when: str | None = None
 
     def applies(self, hf: HfConfig) -> bool:
         return self.when is None or bool(getattr(hf, self.when))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter of the whole model: its rule, its layer (from 0; None outside of layers), its full tensor names."""
+
+    rule: Rule
+    layer: int | None
+    hf: tuple[str, ...]
+
+
+def _dimensions(hf: HfConfig) -> dict[str, int]:
+    """The words of `Rule.shapes`."""
+    return {
+        "vocab": hf.vocab_size,
+        "hidden": hf.hidden_size,
+        "ffn": hf.ffn_hidden_size,
+        "queries": hf.num_attention_heads * hf.head_dim,
+        "keys": hf.num_query_groups * hf.head_dim,
+        "head": hf.head_dim,
+    }
 
 
 @dataclass(frozen=True)
@@ -64,11 +87,29 @@ class Family:
 
     def hf_names(self, hf: HfConfig) -> set[str]:
         """Every tensor that a checkpoint of this model must hold."""
-        names = {name for rule in self.top if rule.applies(hf) for name in rule.hf}
+        return set(self.hf_shapes(hf))
+
+    def hf_shapes(self, hf: HfConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint of this model must hold, with its shape, in the order of the network."""
+        sizes = _dimensions(hf)
+        return {
+            name: tuple(sizes[word] for word in shape.split())
+            for row in self.rows(hf)
+            for name, shape in zip(row.hf, row.rule.shapes, strict=True)
+        }
+
+    def rows(self, hf: HfConfig) -> Iterator[Row]:
+        """Every parameter of the whole model, in the order of the network; none for an output layer that is tied."""
+        first, *last = (rule for rule in self.top if rule.applies(hf))
+        yield Row(first, None, first.hf)
         for layer in range(hf.num_layers):
             prefix = self.layer_prefix.format(layer=layer)
-            names |= {prefix + name for rule in self.layer if rule.applies(hf) for name in rule.hf}
-        return names - (self.tied_names() if hf.tie_word_embeddings else set())
+            for rule in self.layer:
+                if rule.applies(hf):
+                    yield Row(rule, layer, tuple(prefix + name for name in rule.hf))
+        for rule in last:
+            if not (hf.tie_word_embeddings and rule.megatron == OUTPUT_LAYER):
+                yield Row(rule, None, rule.hf)
 
     def ignores(self, name: str, hf: HfConfig) -> bool:
         """Whether a checkpoint may hold the tensor although the model does not need it."""

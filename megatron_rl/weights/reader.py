@@ -3,63 +3,47 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from megatron_rl.weights import WeightsError
+from megatron_rl.weights.safetensors_file import TensorOnDisk, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-@dataclass(frozen=True)
-class TensorOnDisk:
-    """One tensor of a file; reads only the rows or columns that are asked for."""
-
-    name: str
-    _slice: Any
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._slice.get_shape())
-
-    def rows(self, begin: int, end: int) -> Tensor:
-        """Rows `begin` to `end` of the first dimension, in the file's dtype."""
-        return self._slice[begin:end]
-
-    def columns(self, begin: int, end: int) -> Tensor:
-        """Columns `begin` to `end` of the second dimension, in the file's dtype."""
-        return self._slice[:, begin:end]
-
-
 class SafetensorsReader:
     """All tensors of a Hugging Face directory, one file or many with an index.
 
-    Every file is opened at once (a header each), so that a missing or truncated one is reported on every rank and
-    before any rank waits for another.
+    Every file's header is read at once, so that a missing or truncated one is reported on every rank and before any
+    rank waits for another. Files may be symbolic links, as in the cache of `huggingface_hub`.
 
     Raises:
-        WeightsError: no safetensors, a file of the index is missing or cut short, or the index does not fit the files.
+        WeightsError: no safetensors, a file of the index is missing or cut short, the index does not fit the files, or
+            a tensor is in two files.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.files: list[Path] = []
         self._tensors: dict[str, TensorOnDisk] = {}
-        for file, names in self._files().items():
-            handle = self._open(file)
-            stored = set(handle.keys())
-            if absent := (names or set()) - stored:
+        listed = self._files()
+        for file, names in listed.items():
+            stored = self._open(file)
+            if absent := (names or set()) - stored.keys():
                 raise WeightsError(
                     f"{self.path / file}: {INDEX} promises {some_names(absent)}, which the file does not hold; "
                     "copy both again from the same model"
                 )
-            for name in names or stored:
-                self._tensors[name] = TensorOnDisk(name, handle.get_slice(name))
+            # What a file holds beyond the index counts as well: a tensor in two files must not depend on their order.
+            for name in stored:
+                if name in self._tensors:
+                    raise WeightsError(
+                        f"{self.path / file}: the tensor {name!r} is in {self._tensors[name].file.name} as well; "
+                        "the directory mixes two models, copy it again"
+                    )
+            self._tensors |= stored
+            self.files.append(self.path / file)
 
     @property
     def names(self) -> set[str]:
@@ -90,18 +74,16 @@ class SafetensorsReader:
             files[file].add(name)  # type: ignore[union-attr]
         return files
 
-    def _open(self, file: str) -> Any:
+    def _open(self, file: str) -> dict[str, TensorOnDisk]:
         path = self.path / file
         if not path.is_file():
             others = sorted(p.name for p in self.path.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".gguf"})
             hint = f"; {', '.join(others)} must be converted to safetensors first" if others else ""
             raise WeightsError(f"{path}: file is missing; copy it again from the model{hint}")
         try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(
-                f"{path}: unreadable or cut short ({path.stat().st_size} bytes: {error}); copy the file again"
-            ) from error
+            return read_header(path)
+        except OSError as error:
+            raise WeightsError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
 def some_names(names: set[str], shown: int = 5) -> str:

@@ -24,11 +24,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "qwen2": {"family": "qwen2"},
     "llama": {"family": "llama", "rope_parameters": LLAMA3_ROPE},
+    "mistral": {"family": "mistral", "rope_parameters": LINEAR_ROPE},
+    "qwen2-yarn": {"family": "qwen2", "rope_parameters": YARN_ROPE, "tied": True},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {"data_parallel_size": 4},
@@ -52,10 +56,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
     },
+    "tp4": {"tensor_model_parallel_size": 4},
 }
-# Every family in the plain layouts; what a layout does beyond them does not depend on the family's names.
-PLAIN = ("tp1", "tp2", "pp2", "tp2-pp2")
-CASES = [(model, layout) for layout in LAYOUTS for model in MODELS if layout in PLAIN or model.startswith("qwen3")]
+# Every family in these layouts (at TP 4 two ranks share a query group); what a layout does beyond them does not depend
+# on the family's names. What a rotation does is the same in all layouts.
+PLAIN = ("tp1", "tp2", "pp2", "tp2-pp2", "tp4")
+ROTATIONS = ("mistral", "qwen2-yarn")
+CASES = [
+    (model, layout)
+    for layout in LAYOUTS
+    for model in MODELS
+    if (layout in PLAIN and model not in ROTATIONS) or model.startswith("qwen3") or layout == "tp2"
+]
 # Sequence lengths of each micro-batch: a single token, equal lengths, skewed ones that need buckets, one sequence.
 MICROBATCHES = ((5, 1, 14), (9, 9), (3, 60, 2, 7, 4, 4), (12,))
 

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from megatron_rl.config import ConfigError, HfConfig, read_hf_config
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.policy.model import ModelError, padded_vocab_size, rotary_frequencies, transformer_config
+from megatron_rl.policy.model import (
+    ModelError,
+    attention_scale,
+    padded_vocab_size,
+    rotary_frequencies,
+    transformer_config,
+)
 from megatron_rl.policy.norm import RMSNorm
 from tests.tiny import tiny_model
 
@@ -29,29 +35,38 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+YARNS = [YARN, YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 20}, YARN | {"attention_factor": 1.5}]
+
+
 def hf_of(path: Path, **overrides: Any) -> HfConfig:
     return read_hf_config(tiny_model(path, "llama", **overrides))
 
 
-@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3], ids=["default", "linear", "llama3"])
+@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3, *YARNS, YARN | {"truncate": False}])
 def test_rotary_frequencies_equal_transformers(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     hf = hf_of(tmp_path, head_dim=64, **({"rope_parameters": scaling} if scaling else {}))
-    expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
-    torch.testing.assert_close(rotary_frequencies(hf), expected, rtol=1e-6, atol=0)
+    rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    torch.testing.assert_close(rotary_frequencies(hf), rotary.inv_freq, rtol=1e-6, atol=0)
+    scale = attention_scale(hf)
+    assert (64**-0.5 if scale is None else scale) == pytest.approx(rotary.attention_scaling**2 * 64**-0.5)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' is not supported; one of default, lin"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' is not supported; one of def"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' without original_max_position_embeddings"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; one of default, linear"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only silu"),
         ({"use_sliding_window": True}, "sliding-window attention is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 is not supported; only null"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window=4096 is not supported"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"mlp_bias": True}, "mlp_bias=true is not supported"),
     ],
@@ -77,7 +92,6 @@ def test_vocabulary_is_padded_to_the_multiple(vocab: int, tp: int, padded: int) 
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"tensor_model_parallel_size": 4}, "num_key_value_heads=2"),
         ({"tensor_model_parallel_size": 3}, "num_attention_heads=4"),
         ({"pipeline_model_parallel_size": 4}, "4 pipeline stages do not divide the model's 2 layers"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: only 1 is supported"),
@@ -86,6 +100,14 @@ def test_vocabulary_is_padded_to_the_multiple(vocab: int, tp: int, padded: int) 
 def test_layout_that_does_not_fit_the_model_is_refused(parallel: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         transformer_config(hf_of(tmp_path), ModelConfig(path="x"), ParallelConfig(**parallel))
+
+
+def test_more_ranks_than_query_groups_must_share_them_evenly(tmp_path: Path) -> None:
+    hf = hf_of(tmp_path, hidden_size=96, num_attention_heads=12, num_key_value_heads=4, intermediate_size=144)
+    for ranks in (2, 4, 12):
+        transformer_config(hf, ModelConfig(path="x"), ParallelConfig(tensor_model_parallel_size=ranks))
+    with pytest.raises(ModelError, match="num_key_value_heads=4"):
+        transformer_config(hf, ModelConfig(path="x"), ParallelConfig(tensor_model_parallel_size=6))
 
 
 def test_megatron_does_not_rescale_the_loss(tmp_path: Path) -> None:

@@ -8,33 +8,40 @@ from megatron_rl.weights.mapping import EMBEDDING, OUTPUT_LAYER, Rule
 REPLICATED, ROW, VOCABULARY, GATE_UP, QKV = Replicated(), RowParallel(), Vocabulary(), GateUp(), QueryKeyValue()
 
 TOP = (
-    Rule(EMBEDDING, ("model.embed_tokens.weight",), VOCABULARY),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED),
-    Rule(OUTPUT_LAYER, ("lm_head.weight",), VOCABULARY),
+    Rule(EMBEDDING, ("model.embed_tokens.weight",), VOCABULARY, ("vocab hidden",)),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, ("hidden",)),
+    Rule(OUTPUT_LAYER, ("lm_head.weight",), VOCABULARY, ("vocab hidden",)),
 )
 ATTENTION = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED),
+    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, ("hidden",)),
     Rule(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         QKV,
+        ("queries hidden", "keys hidden", "keys hidden"),
     ),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ROW),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ROW, ("hidden queries",)),
 )
 QKV_BIAS = (
     Rule(
         "self_attention.linear_qkv.bias",
         ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
         QKV,
+        ("queries", "keys", "keys"),
         when="qkv_bias",
     ),
 )
 QK_NORM = (
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), REPLICATED, when="qk_norm"),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), REPLICATED, when="qk_norm"),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), REPLICATED, ("head",), when="qk_norm"),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), REPLICATED, ("head",), when="qk_norm"),
 )
 MLP = (
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED),
-    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATE_UP),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ROW),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), REPLICATED, ("hidden",)),
+    Rule(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        GATE_UP,
+        ("ffn hidden", "ffn hidden"),
+    ),
+    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ROW, ("hidden ffn",)),
 )
