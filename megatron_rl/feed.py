@@ -20,7 +20,7 @@ from megatron_rl.policy.exchange import broadcast_to_model_parallel
 from megatron_rl.policy.microbatch import Plan, plan_microbatches
 from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_step
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
-from megatron_rl.rollout.wire import RolloutShard, RolloutTable
+from megatron_rl.rollout.wire import Gaps, RolloutShard, RolloutTable
 
 
 class RolloutFeed:
@@ -58,9 +58,9 @@ class RolloutFeed:
         updates = plan_step(vars(table), self._cfg, step)
         return table, [self._pull_update(step, update) for update in updates]
 
-    def done(self, step: int) -> None:
-        """The step was trained: its prompts count as trained, its samples are dumped."""
-        self._zero.run(f"end of step {step}", lambda: self._client.done(step), self._timeout_s)
+    def done(self, step: int, gaps: Gaps | None) -> None:
+        """The step was trained: its prompts count as trained, its samples are dumped, with their gaps."""
+        self._zero.run(f"end of step {step}", lambda: self._client.done(step, gaps), self._timeout_s)
 
     def _pull_update(self, step: int, update: Update) -> LocalUpdate:
         rows = update.samples[update.local(self._dp_rank)].tolist()

@@ -30,6 +30,7 @@ from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.exchange import sum_over_data_parallel
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.policy import Policy, StepResult
+from megatron_rl.policy.sequence_gaps import sequence_gaps
 from megatron_rl.policy.step_batch import LocalUpdate
 from megatron_rl.policy.step_targets import fill_targets
 from megatron_rl.rollout.control import EngineControl
@@ -179,6 +180,12 @@ class Session:
             vars(table), updates, self.cfg, sum_over_data_parallel, self.state.source_means
         )
         return filled
+
+    def gaps(self, table: RolloutTable, updates: Sequence[LocalUpdate]) -> dict[str, list[float | None]] | None:
+        """How far trainer and engine are apart on each sample; None where old log-probs were not recomputed."""
+        if self.cfg.algorithm.old_logprobs != "recompute":
+            return None
+        return sequence_gaps(updates, len(table), sum_over_data_parallel)
 
     def publish(self, version: int) -> None:
         """Write the weights as a version directory and have every engine load it.

@@ -83,7 +83,7 @@ def rl_step(s: Session, step: int) -> None:
             results = [s.policy.train_step(update.batch, update.plan, spec) for update in updates]
         with timer.phase("weights"):
             s.publish(step + 1)
-        s.rollouts.done(step)
+        s.rollouts.done(step, s.gaps(table, updates))
         s.record(metrics, table, results)
         s.evaluate_if_due(step + 1, timer, metrics)
     s.save_if_due(step + 1)

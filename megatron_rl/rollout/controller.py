@@ -57,7 +57,7 @@ from .sample import Sample
 from .scheduler import Scheduler
 from .scoring import Verifiers
 from .server import build_app
-from .wire import RolloutTable, decode, encode, pack_groups, unpack_groups
+from .wire import Gaps, RolloutTable, decode, encode, pack_groups, require_gaps, unpack_groups
 
 log = logging.getLogger(__name__)
 MAX_STALENESS = 0
@@ -134,9 +134,15 @@ class Controller:
             raise IndexError(f"step {step} has {len(rows)} samples; there is no index {wrong[0]}")
         return [rows[i] for i in indices]
 
-    async def done(self, step: int) -> None:
-        """The step was trained on: write it down and free its slots. Raises StepConflict when it is not ready."""
+    async def done(self, step: int, gaps: Gaps | None = None) -> None:
+        """The step was trained on: write it down and free its slots. `gaps`: of the samples, by row of the table.
+
+        Raises:
+            StepConflict: the step is not ready.
+            ValueError: `gaps` are not those of this table.
+        """
         batch = set(self.scheduler.ready(step).batch)
+        require_gaps(gaps, sum(len(group.samples) for group in self.scheduler.batch(step)))
         groups = self.scheduler.retire(step)
         number = step + 1  # as metrics and checkpoints count: training on batch k completes step k + 1
         self._ledger.write(Entry.of(number, groups, batch))
@@ -144,7 +150,7 @@ class Controller:
         if self._cfg.logging.dump_rollouts:
             path = rollout_file(self._cfg.run_dir, number)
             records = [self._record(group.id) for group in groups]
-            await asyncio.to_thread(write_dump, path, number, groups, records, self._prompts.tokenizer, batch)
+            await asyncio.to_thread(write_dump, path, number, groups, records, self._prompts.tokenizer, batch, gaps)
 
     @property
     def ledger(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from megatron_rl.files import atomic_file
 
 from .sample import Group, Sample
 from .scoring import Decoder
+from .wire import Gaps
 
 WARM_UP = "sft"
 """Label of evaluations during the supervised warm-up."""
@@ -31,11 +32,14 @@ SCHEMA = pa.schema(
         ("correctness", pa.float64()),
         ("components", pa.string()),
         ("response_tokens", pa.int64()),
+        ("turns", pa.int64()),
         ("finish_reason", pa.string()),
         ("trained", pa.bool_()),
         ("weight_version_first", pa.int64()),
         ("weight_version_last", pa.int64()),
         ("log_prob_mean", pa.float64()),
+        ("gap_mean_abs", pa.float64()),
+        ("gap_max_abs", pa.float64()),
     ]
 )
 
@@ -58,8 +62,12 @@ def write_dump(
     records: Sequence[PromptRecord],
     decoder: Decoder,
     batch: Collection[int],
+    gaps: Gaps | None = None,
 ) -> None:
-    """Write all samples of `groups` (one record each) atomically. `batch`: ids of the groups that were trained on."""
+    """Write all samples of `groups` (one record each) atomically.
+
+    `batch`: ids of the groups that were trained on; `gaps`: of their samples, in the order of `groups`.
+    """
     rows = [
         row
         for group, record in zip(groups, records, strict=True)
@@ -67,6 +75,11 @@ def write_dump(
             step, group, record, decoder.decode(group.samples[0].prompt_tokens.tolist()), group.id in batch
         )
     ]
+    if gaps is not None:
+        trained = [row for row in rows if row["group_id"] in batch]
+        for name, values in gaps.items():
+            for row, value in zip(trained, values, strict=True):
+                row[name] = value
     with atomic_file(path) as file:
         pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
 
@@ -91,11 +104,12 @@ def _sample_columns(sample: Sample, in_batch: bool) -> dict[str, object]:
         "correctness": sample.correctness,
         "components": orjson.dumps(sample.components).decode(),
         "response_tokens": sample.response_length,
+        "turns": len(sample.turns),
         "finish_reason": sample.finish_reason,
         "trained": in_batch and sample.trainable_tokens > 0,
         "weight_version_first": sample.version_first,
         "weight_version_last": sample.version_last,
-        "log_prob_mean": float(sample.log_probs.mean()) if sample.response_length else None,
+        "log_prob_mean": float(sample.log_probs[sample.sampled].mean()) if sample.turns else None,
     }
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from .endpoint import Endpoint, controller_file, read
-from .wire import RolloutShard, RolloutTable
+from .wire import Gaps, RolloutShard, RolloutTable
 
 POLL_S = 0.02
 IDLE_S = 10.0
@@ -103,9 +103,9 @@ class ControllerClient:
         """`samples`, as they travel."""
         return self._post(f"/v1/step/{step}/samples", {"indices": [int(i) for i in indices]})
 
-    def done(self, step: int) -> None:
-        """Step `step` was trained on; its dump is on disk when this returns."""
-        self._post(f"/v1/step/{step}/done", {})
+    def done(self, step: int, gaps: Gaps | None = None) -> None:
+        """Step `step` was trained on; its dump is on disk when this returns. `gaps`: of the table's rows."""
+        self._post(f"/v1/step/{step}/done", {"gaps": gaps})
 
     # ---- evaluation
 

@@ -101,7 +101,7 @@ class _Routes:
         return _binary(RolloutShard.of(self._controller.samples(_step(request), indices)).to_bytes())
 
     async def done(self, request: web.Request) -> web.Response:
-        await self._controller.done(_step(request))
+        await self._controller.done(_step(request), (await _body(request)).get("gaps"))
         return _json({})
 
     async def evaluate(self, request: web.Request) -> web.Response:

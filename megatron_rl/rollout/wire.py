@@ -7,7 +7,7 @@ groups         whole finished groups, for checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,6 +19,10 @@ from safetensors.numpy import load, save
 from .sample import Group, Sample, Span
 
 COMPONENT = "component/"
+GAPS = ("gap_mean_abs", "gap_max_abs")
+"""What the trainer tells of each sample: difference of log-probs, trainer to engine, over its trainable tokens."""
+Gaps = Mapping[str, Sequence[float | None]]
+"""By name of GAPS one value for each row of a table; None for one that was not trained on."""
 
 
 def encode(arrays: dict[str, NDArray[Any]], metadata: dict[str, Any]) -> bytes:
@@ -150,6 +154,13 @@ class RolloutShard:
         """Inverse of `to_bytes`."""
         arrays, metadata = decode(blob)
         return cls(**arrays, **metadata)
+
+
+def require_gaps(gaps: Gaps | None, samples: int) -> None:
+    """Raise ValueError unless `gaps` has the columns GAPS with a value, or None, for each of the samples."""
+    if gaps is not None and (set(gaps) != set(GAPS) or any(len(values) != samples for values in gaps.values())):
+        found = {name: len(values) for name, values in gaps.items()}
+        raise ValueError(f"gaps {found}: {', '.join(GAPS)} of {samples} samples were expected")
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, NDArray[Any]], list[dict[str, Any]]]:
