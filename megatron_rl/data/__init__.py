@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .lengths import check_targets, fit_to_length
     from .records import DataError, PromptRecord
     from .tokenizer import PromptTokenizer
+    from .turn_frame import TurnFrame
 
 _HOME = {
     "DataError": "records",
@@ -22,6 +23,7 @@ _HOME = {
     "PromptDataset": "dataset",
     "PromptCursor": "cursor",
     "PromptTokenizer": "tokenizer",
+    "TurnFrame": "turn_frame",
     "check_targets": "lengths",
     "fit_to_length": "lengths",
 }
@@ -31,6 +33,7 @@ __all__ = [
     "PromptDataset",
     "PromptRecord",
     "PromptTokenizer",
+    "TurnFrame",
     "check_targets",
     "fit_to_length",
 ]
