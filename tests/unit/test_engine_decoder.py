@@ -48,6 +48,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"family": "qwen3", "num_key_value_heads": 1},
     {"family": "qwen2"},
     {"family": "llama"},
+    {"family": "mistral"},
     {"family": "llama", "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
     {
         "family": "llama",

@@ -17,6 +17,7 @@ from megatron_rl.engines.embedded.fixed_shapes import FixedShapeDecoder
 from megatron_rl.engines.embedded.forward import ForwardPass
 from megatron_rl.engines.embedded.request import Request, Sampling
 from megatron_rl.engines.embedded.scheduler import Scheduler
+from megatron_rl.engines.embedded.updates import Updates
 from megatron_rl.engines.embedded.weights import Weights, load_model
 from tests.tiny import tiny_model
 
@@ -38,7 +39,8 @@ class Rig:
         self.decoder = kind(ForwardPass(self.model), 32, 256, budget)
         self.failed = threading.Event()
         self._left, self._done = 0, threading.Event()
-        self.scheduler = Scheduler(self.decoder, Weights(self.model), "v0", 32, self._finished, self.failed.set)
+        self.scheduler = Scheduler(self.decoder, "v0", 32, self._finished, self.failed.set)
+        self.updates = Updates(self.scheduler, Weights(self.model))
         self.scheduler.start()
 
     def _finished(self, requests: Sequence[Request]) -> None:
@@ -129,7 +131,7 @@ def test_weights_with_nan_fail_the_requests_and_not_the_engine(path: Path, rigs:
         assert r.finish_reason is not None
         assert r.finish_reason["status_code"] == 500
         assert "not finite" in r.finish_reason["message"]
-    rig.call(lambda: rig.scheduler.update_weights(str(path), "v1", False))
+    rig.call(lambda: rig.updates.load_from_disk(str(path), "v1", False))
     healthy = [request("c", [5, 6]), request("d", [7])]  # shorter, in the same slots, whose cache was not flushed
     rig.run(healthy)
     for r in healthy:
@@ -161,4 +163,4 @@ def test_an_error_in_the_loop_ends_every_request_present_and_later(
         assert r.finish_reason["status_code"] == 500
         assert "out of memory" in r.finish_reason["message"]
     with pytest.raises(RuntimeError, match="out of memory"):
-        rig.call(rig.scheduler.checksums)
+        rig.call(rig.updates.checksums)

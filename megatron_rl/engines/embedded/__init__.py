@@ -2,6 +2,8 @@
 
 - HTTP: `server` (routes), `protocol` (what requests may say), `responses` (what answers say), `gate` (who may pass
   while the engine is paused or updated), `service` (from HTTP to the scheduler and back)
+- weights over HTTP: `weight_routes`, `weight_protocol`, `weight_service` likewise, `groups` (broadcasts),
+  `wire_tensors` (buckets and pickles), `updates` (what may be done when)
 - decoding: `scheduler` (the thread), `batch` (the sequences that run), `request` (one of them), `sampler` (logits to
   tokens)
 - the model: `forward` (one pass), `decoder` (with its cache), `fixed_shapes` (the deterministic decoder), `kv_cache`,

@@ -22,11 +22,14 @@ from megatron_rl.files import write_atomic
 from .decoder import Decoder
 from .fixed_shapes import FixedShapeDecoder
 from .forward import ForwardPass
+from .groups import Groups
 from .options import SPARE_TOKENS, EmbeddedOptions
 from .protocol import Limits
 from .scheduler import Scheduler
 from .server import create_app
 from .service import Service
+from .updates import Updates
+from .weight_service import WeightService
 from .weights import Weights, WeightsError, load_model, overall_checksum
 
 log = logging.getLogger(__name__)
@@ -60,15 +63,18 @@ class Engine:
         limits = _limits(model, options)
         kind = FixedShapeDecoder if options.deterministic else Decoder
         decoder = kind(forward, options.max_running_requests, limits.context_length, _kv_budget(options))
-        self.service = Service(limits, options.model, _tokenizer(options.model), options.seed)
+        self.service = Service(limits, _tokenizer(options.model), options.seed)
         self.scheduler = Scheduler(
             decoder,
-            weights,
             options.weight_version,
             options.max_running_requests,
             on_finish=self.service.finished,
             on_failure=self._on_failure,
         )
+        self.weights = WeightService(
+            self.service.gate, Groups(), lambda: self.service.abort(None, abort_all=True), options.model
+        )
+        self.weights.attach(self.scheduler, Updates(self.scheduler, weights))
         information = {
             "tokenizer_path": options.model,
             "is_generation": True,
@@ -76,7 +82,7 @@ class Engine:
             "architectures": model.config.architectures,
         }
         config = uvicorn.Config(
-            create_app(self.service, options, information),
+            create_app(self.service, self.weights, options, information),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=GRACE_S,

@@ -1,6 +1,6 @@
 """One pass through the modules of a transformers model; where keys and values live, and who sees them, is passed in.
 
-Qwen2, Qwen3 (dense) and Llama share their layout, so their layers are driven directly: no cache object, mask builder or
+Qwen2, Qwen3 (dense), Llama and Mistral share their layout, so their layers are driven directly: no cache object, mask builder or
 output class of transformers stands in the decoding loop, and `tests/contract` holds the result to its full forward.
 """
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [B, Hq, S, D], keys [B, Hkv, S, D], values) -> [B, S, Hq * D]."""
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class ForwardPass:
@@ -32,7 +32,9 @@ class ForwardPass:
             raise ValueError(
                 f"model_type {config.model_type!r}: the embedded engine serves {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        if getattr(config, "sliding_window", None) or "sliding_attention" in (
+            getattr(config, "layer_types", None) or ()
+        ):
             raise ValueError("the model uses sliding-window attention, which the embedded engine does not")
         self.model = model
         self.layers = list(model.model.layers)

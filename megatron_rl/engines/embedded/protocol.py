@@ -1,4 +1,4 @@
-"""What requests to the server may say (SGLang 0.5.23's field names and defaults), and their translation into `Request`.
+"""What requests for generation may say (SGLang 0.5.23's field names and defaults), and their way into `Request`.
 
 A field of SGLang's that the embedded engine does not implement is accepted at its neutral value and refused at any
 other: nothing is silently ignored.
@@ -25,11 +25,13 @@ class BadRequest(ValueError):
     """The client's mistake: answered with status 400 and this message."""
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A request body; an unknown field is refused."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class SamplingParams(_Body):
+class SamplingParams(Body):
     """SGLang's sampling parameters; null means the default."""
 
     max_new_tokens: int | None = 128
@@ -112,7 +114,7 @@ class Limits:
         return self.context_length - 6
 
 
-class GenerateRequest(_Body):
+class GenerateRequest(Body):
     """Body of POST /generate: one sequence, or a batch when `input_ids` is a list of lists."""
 
     input_ids: Annotated[TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
@@ -187,7 +189,7 @@ class GenerateCall:
     """The client has gone."""
 
 
-class AbortRequest(_Body):
+class AbortRequest(Body):
     """Body of POST /abort_request."""
 
     rid: str | None = None
@@ -195,41 +197,16 @@ class AbortRequest(_Body):
     abort_message: str | None = None
 
 
-class PauseRequest(_Body):
+class PauseRequest(Body):
     """Body of POST /pause_generation."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class ContinueRequest(_Body):
+class ContinueRequest(Body):
     """Body of POST /continue_generation."""
 
     torch_empty_cache: bool = True
-
-
-class UpdateFromDiskRequest(_Body):
-    """Body of POST /update_weights_from_disk. `keep_pause` is accepted: as in SGLang, an update never ends a pause."""
-
-    model_path: str
-    load_format: Literal["auto", "safetensors"] | None = None
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
-    keep_pause: bool = False
-    is_async: Literal[False] = False
-    torch_empty_cache: bool = False
-    recapture_cuda_graph: bool = False
-    token_step: int = 0
-    manifest: None = None
-
-
-class CheckWeightsRequest(_Body):
-    """Body of POST /weights_checker."""
-
-    action: str = "checksum"
-    allow_quant_error: bool = False
-    selector: Literal["target", "all"] = "all"
-    skip_tensor_list: list[str] | None = None
 
 
 def _default(value: Any, default: Any) -> Any:

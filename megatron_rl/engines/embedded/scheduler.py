@@ -27,7 +27,6 @@ from .batch import Batch
 from .decoder import Decoder
 from .request import Request, aborted_running, aborted_waiting, failed, out_of_length
 from .sampler import sample
-from .weights import Weights, WeightsError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,8 +47,7 @@ class Scheduler:
 
     Args:
         decoder: the model and its cache.
-        weights: its parameters.
-        version: their name.
+        version: the name of its weights.
         max_running: sequences decoded at once.
         on_finish: called in its thread with the requests that a step or a command ended.
         on_failure: called in its thread, once, when an error has ended the loop.
@@ -58,7 +56,6 @@ class Scheduler:
     def __init__(
         self,
         decoder: Decoder,
-        weights: Weights,
         version: str,
         max_running: int,
         on_finish: Callable[[Sequence[Request]], None],
@@ -66,7 +63,7 @@ class Scheduler:
     ) -> None:
         self.version = version
         self.failure: BaseException | None = None
-        self._decoder, self._weights, self._max_running = decoder, weights, max_running
+        self._decoder, self._max_running = decoder, max_running
         self._on_finish, self._on_failure = on_finish, on_failure
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: set[Request] = set()
@@ -255,34 +252,32 @@ class Scheduler:
         """Step again."""
         self._paused = False
 
+    @property
+    def num_running(self) -> int:
+        """Requests whose keys and values are in use."""
+        return len(self._batch)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs, nor waits to run unpaused."""
+        return not len(self._batch) and (self._paused or not self._waiting)
+
     def flush(self) -> bool:
-        """Forget all keys and values; False when that is refused because requests run, or wait to run unpaused."""
-        if len(self._batch) or (self._waiting and not self._paused):
-            return False
-        self._decoder.flush()
-        return True
-
-    def update_weights(self, path: str, version: str | None, flush: bool) -> None:
-        """Load weights and call them `version`. Raises WeightsError when nothing has been changed."""
-        if flush and len(self._batch):
-            raise WeightsError(
-                f"{len(self._batch)} requests are running on keys and values of the old weights, and flush_cache is "
-                "true; pause with mode retract first, or send flush_cache false to keep them"
-            )
-        self._weights.update(path)
-        if flush:
+        """Forget all keys and values; False when that is refused because it is not idle."""
+        if self.idle:
             self._decoder.flush()
-        if version is not None and version != self.version:
-            for row, request in enumerate(self._batch.requests):
-                request.version_changes.append((self.version, self._batch.generated(row)))
-            for request in self._waiting:
-                if len(request.output_ids):
-                    request.version_changes.append((self.version, len(request.output_ids)))
-            self.version = version
+        return self.idle
 
-    def checksums(self) -> dict[str, str]:
-        """See `Weights.checksums`."""
-        return self._weights.checksums()
+    def name_weights(self, version: str) -> None:
+        """What is drawn from now on is drawn from weights of this name."""
+        if version == self.version:
+            return
+        for row, request in enumerate(self._batch.requests):
+            request.version_changes.append((self.version, self._batch.generated(row)))
+        for request in self._waiting:
+            if len(request.output_ids):
+                request.version_changes.append((self.version, len(request.output_ids)))
+        self.version = version
 
     def load(self) -> Load:
         """Counts of this moment."""

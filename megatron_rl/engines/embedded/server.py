@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -17,35 +18,38 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_rl import __version__
 
-from .gate import ShuttingDown
+from .gate import MemoryReleased, ShuttingDown
 from .options import EmbeddedOptions
 from .protocol import (
     AbortRequest,
     BadRequest,
-    CheckWeightsRequest,
     ContinueRequest,
     GenerateRequest,
     PauseRequest,
-    UpdateFromDiskRequest,
 )
-from .responses import checksum, error
+from .responses import error
 from .service import EngineFailed, Service
-from .weights import WeightsError
+from .weight_routes import add_weights
+from .weight_service import WeightService
 
+log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 20.0
 OPEN_PATHS = ("/health", "/ready")
 
 
-def create_app(service: Service, options: EmbeddedOptions, model_info: dict[str, Any]) -> FastAPI:
+def create_app(
+    service: Service, weights: WeightService, options: EmbeddedOptions, model_info: dict[str, Any]
+) -> FastAPI:
     """The application. `model_info` holds what /model_info says of the model beyond its path and version."""
     app = FastAPI(title="megatron_rl embedded engine", version=__version__, strict_content_type=False)
     if options.api_key is not None:
         app.add_middleware(_BearerToken, api_key=options.api_key)
+    app.add_middleware(_ControlLog)
     _add_error_handlers(app)
     _add_generation(app, service)
     _add_control(app, service)
-    _add_weights(app, service)
-    _add_information(app, service, options, model_info)
+    add_weights(app, weights)
+    _add_information(app, service, weights, options, model_info)
     return app
 
 
@@ -70,6 +74,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ValidationError, invalid)
     app.add_exception_handler(BadRequest, answer_with(400))
+    app.add_exception_handler(MemoryReleased, answer_with(400))
     app.add_exception_handler(EngineFailed, answer_with(500))
     app.add_exception_handler(ShuttingDown, answer_with(503))
 
@@ -115,26 +120,9 @@ def _add_control(app: FastAPI, service: Service) -> None:
         return Response("Cache not flushed: requests are running or waiting.\n", 400)
 
 
-def _add_weights(app: FastAPI, service: Service) -> None:
-    @app.post("/update_weights_from_disk")
-    async def update_weights_from_disk(body: UpdateFromDiskRequest) -> Response:
-        try:
-            message = await service.update_weights(body)
-        except WeightsError as failure:
-            return _json({"success": False, "message": str(failure), "num_paused_requests": 0}, 400)
-        return _json({"success": True, "message": message, "num_paused_requests": 0})
-
-    @app.api_route("/weights_checker", methods=["GET", "POST"])
-    async def weights_checker(body: CheckWeightsRequest = CheckWeightsRequest()) -> Response:  # noqa: B008
-        if body.action != "checksum":
-            message = f"action {body.action!r}: the embedded engine knows only 'checksum'"
-            return _json({"success": False, "message": message}, 400)
-        skip = body.skip_tensor_list or ()
-        sums = await service.checksums()
-        return _json(checksum({name: value for name, value in sums.items() if not any(part in name for part in skip)}))
-
-
-def _add_information(app: FastAPI, service: Service, options: EmbeddedOptions, model: dict[str, Any]) -> None:
+def _add_information(
+    app: FastAPI, service: Service, weights: WeightService, options: EmbeddedOptions, model: dict[str, Any]
+) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         return Response(status_code=503 if service.failed else 200)
@@ -150,14 +138,14 @@ def _add_information(app: FastAPI, service: Service, options: EmbeddedOptions, m
     @app.get("/model_info")
     @app.get("/get_model_info", deprecated=True)
     async def model_info() -> Response:
-        return _json({"model_path": service.model_path, "weight_version": service.weight_version, **model})
+        return _json({"model_path": weights.model_path, "weight_version": service.weight_version, **model})
 
     @app.get("/server_info")
     @app.get("/get_server_info", deprecated=True)
     async def server_info() -> Response:
         state = {"weight_version": service.weight_version, "paused": service.paused, **asdict(await service.load())}
         shown = {name: value for name, value in asdict(options).items() if name != "api_key"}
-        place = {"model_path": service.model_path, "context_length": service.limits.context_length}
+        place = {"model_path": weights.model_path, "context_length": service.limits.context_length}
         extra = {"engine": "embedded", "version": __version__, "status": "ready", "internal_states": [state]}
         return _json({**shown, **place, **extra})
 
@@ -189,9 +177,9 @@ async def _answers(service: Service) -> bool:
 
 
 async def _generates(service: Service) -> bool:
-    """Whether a token can be generated; a paused engine only has to answer."""
-    if service.paused or not await _answers(service):
-        return not service.failed and service.paused
+    """Whether a token can be generated; an engine that holds back requests on purpose only has to answer."""
+    if service.resting or not await _answers(service):
+        return not service.failed and service.resting
     body = GenerateRequest.model_validate(
         {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
     )
@@ -200,6 +188,18 @@ async def _generates(service: Service) -> bool:
     except (TimeoutError, EngineFailed, ShuttingDown):
         return False
     return True
+
+
+class _ControlLog:
+    """One line for every call that changes something, when it arrives: the order in which the engine was told."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] != "/generate":
+            log.info("POST %s", scope["path"])
+        await self._app(scope, receive, send)
 
 
 class _BearerToken:

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .gate import Gate
-from .protocol import BadRequest, GenerateCall, GenerateRequest, Limits, PauseRequest, UpdateFromDiskRequest
+from .protocol import BadRequest, GenerateCall, GenerateRequest, Limits, PauseRequest
 from .request import Request
 from .responses import generation
 from .scheduler import Load, Scheduler
@@ -42,16 +42,15 @@ class Service:
 
     Args:
         limits: what requests are checked against.
-        model_path: reported by /model_info; updates replace it.
         tokenizer: adds `text` to answers.
         seed: of requests without a sampling_seed.
     """
 
-    def __init__(self, limits: Limits, model_path: str, tokenizer: Tokenizer | None, seed: int | None) -> None:
-        self.limits, self.model_path = limits, model_path
+    def __init__(self, limits: Limits, tokenizer: Tokenizer | None, seed: int | None) -> None:
+        self.limits = limits
         self._tokenizer = tokenizer
         self._random = np.random.default_rng(seed)
-        self._gate = Gate()
+        self.gate = Gate()
         self._rids: dict[str, GenerateCall] = {}
         self._pending: dict[Request, _Pending] = {}
 
@@ -61,7 +60,7 @@ class Service:
 
     def close(self) -> None:
         """Turn waiting calls away and end the scheduler, which aborts what it holds."""
-        self._gate.close()
+        self.gate.close()
         self._scheduler.stop()
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -78,7 +77,7 @@ class Service:
         self._claim_rids(call)
         watch = asyncio.ensure_future(self._abort_after(disconnected, call))
         try:
-            async with self._gate.generation():
+            async with self.gate.generation():
                 if not call.abandoned:
                     await self._compute(call)
         finally:
@@ -159,15 +158,16 @@ class Service:
 
     async def pause(self, body: PauseRequest) -> None:
         """Pause; with mode abort, return when all calls have been answered. Raises ShuttingDown."""
-        self._gate.pause()
+        self.gate.pause()
         await self._call(lambda: self._scheduler.pause(body.mode))
         if body.mode == "abort":
-            await self._gate.until_empty()
+            await self.gate.until_empty()
 
     async def resume(self) -> None:
-        """End a pause."""
+        """End a pause, once the update in progress is done."""
+        await self.gate.until_updated()
         await self._call(self._scheduler.resume)
-        self._gate.resume()
+        self.gate.resume()
 
     async def flush(self, timeout_s: float) -> bool:
         """Forget keys and values; retried until the timeout while requests run or wait."""
@@ -178,27 +178,6 @@ class Service:
             await asyncio.sleep(FLUSH_POLL_S)
         return True
 
-    async def update_weights(self, body: UpdateFromDiskRequest) -> str:
-        """Load weights from disk; outside a pause, after the calls inside have been answered. Returns a message.
-
-        Raises:
-            WeightsError: refused, nothing changed.
-            ShuttingDown: the server ends.
-        """
-        if body.abort_all_requests:
-            self.abort(None, abort_all=True)
-        async with self._gate.update():
-            await self._call(
-                lambda: self._scheduler.update_weights(body.model_path, body.weight_version, body.flush_cache)
-            )
-            self.model_path = body.model_path
-        message = "Succeeded to update model weights."
-        return message if body.weight_version is None else f"{message} Weight version updated to {body.weight_version}."
-
-    async def checksums(self) -> dict[str, str]:
-        """Parameter name -> SHA-256."""
-        return await self._call(self._scheduler.checksums)
-
     async def load(self) -> Load:
         """What runs and waits, the calls at the gate not counted."""
         return await self._call(self._scheduler.load)
@@ -206,7 +185,12 @@ class Service:
     @property
     def paused(self) -> bool:
         """Whether generation calls are held."""
-        return self._gate.paused
+        return self.gate.paused
+
+    @property
+    def resting(self) -> bool:
+        """Whether generation calls are held or turned away, until somebody says otherwise."""
+        return self.gate.paused or bool(self.gate.released)
 
     @property
     def weight_version(self) -> str:

@@ -1,9 +1,10 @@
-"""The weights of the served model: loading, replacing them from disk as a whole or not at all, checksums."""
+"""The weights of the served model: loading, replacing all from disk or some from tensors, checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from .options import Dtype
 
 
 class WeightsError(ValueError):
-    """Weights cannot be used; the message names the directory and the fault. What was loaded before stays."""
+    """Weights cannot be used, or not now; the message names the directory or the tensor, and the fault."""
 
 
 def load_model(path: str, dtype: Dtype) -> PreTrainedModel:
@@ -47,6 +48,33 @@ class Weights:
         staged = self._read(Path(path))
         for name, parameter in self._parameters.items():
             parameter.copy_(staged.pop(name))
+
+    def replace(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Replace parameters by tensors with their names, in any order; a second name of a tied one is passed over.
+
+        Raises:
+            WeightsError: a name or shape is not this model's, or a tensor holds no numbers. None has been replaced.
+        """
+        wanted = [(n, t) for n, t in tensors if n not in self._aliases and not n.endswith("rotary_emb.inv_freq")]
+        for name, tensor in wanted:
+            self._require(name, tensor)
+        for name, tensor in wanted:
+            self._parameters[name].copy_(tensor)
+
+    def _require(self, name: str, tensor: torch.Tensor) -> None:
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            fault = f"{name} is no parameter of the served model"
+        elif tensor.shape != parameter.shape:
+            fault = f"{name} has shape {tuple(tensor.shape)}, served is {tuple(parameter.shape)}"
+        elif not tensor.is_floating_point():
+            fault = f"{name} holds {tensor.dtype}, served is {parameter.dtype}"
+        else:
+            return
+        raise WeightsError(
+            f"Failed to update parameter online: {fault}. What was sent before it in this session is in place: "
+            "please discard the whole weights."
+        )
 
     def _read(self, folder: Path) -> dict[str, torch.Tensor]:
         """All parameters in this model's formats. Names and shapes are checked before any data is read."""
