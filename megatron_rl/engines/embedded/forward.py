@@ -1,7 +1,8 @@
 """One pass through the modules of a transformers model; where keys and values live, and who sees them, is passed in.
 
-Qwen2, Qwen3 (dense), Llama and Mistral share their layout, so their layers are driven directly: no cache object, mask builder or
-output class of transformers stands in the decoding loop, and `tests/contract` holds the result to its full forward.
+Qwen2, Qwen3 (dense), Llama and Mistral share their layout, so their layers are driven directly: no cache object, mask
+builder or output class of transformers stands in the decoding loop, and `tests/contract` holds the result to its full
+forward.
 """
 
 from __future__ import annotations
