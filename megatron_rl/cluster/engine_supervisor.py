@@ -33,7 +33,10 @@ from .liveness import Silence, listen
 from .ports import free_port
 from .processes import decode_exit, die_with_parent
 from .run_dir import RunDir
+from .staged import Report
+from .staging import Stage, carry_out_requests
 from .tree import kill_tree
+from .turn import engines_may_start
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -91,6 +94,7 @@ class Engine:
         patience: with its silence; None = it is not asked (a part of a replica that publishes no address).
         env: its environment; None = ours.
         log: where its output is appended; None = where ours goes.
+        may_start: whether it may be started again now, or has to wait.
     """
 
     name: str
@@ -100,6 +104,7 @@ class Engine:
     patience: Patience | None = None
     env: Mapping[str, str] | None = None
     log: Path | None = None
+    may_start: Callable[[], bool] = lambda: True
     process: subprocess.Popen[bytes] | None = None
     served: bool = False
     _silence: Silence | None = None
@@ -133,6 +138,8 @@ class Engine:
         else:
             end = decode_exit(code)
         self._over.set()
+        if not self.may_start():
+            return True
         if not self._may_restart(end):
             return False
         self.start()
@@ -229,11 +236,16 @@ def _supervise_replicas(
     restarts = cluster.max_engine_restarts if cfg.engine.nodes_per_replica == 1 else 0
     node = socket.gethostname().split(".")[0]
     with contextlib.ExitStack() as stack:
+        staged: list[str] = []
+        if cfg.engine.stage_in_memory:
+            stage, name = stack.enter_context(Stage(run)), node if logs else f"{node}-{replicas[0]}"
+            stack.enter_context(carry_out_requests(stage, run, Report(node, [*replicas]), name))
+            staged = ["--staged", str(stage.folder)]
         engines = []
         for place, replica in enumerate(replicas, replicas[0] if logs is None else 0):
             port = stack.enter_context(reserved_port(host, cfg.engine.kind == "sglang")).getsockname()[1]
             argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--unsupervised"]
-            argv += ["--replica", str(replica), "--place", str(place), "--node-rank", str(node_rank)]
+            argv += ["--replica", str(replica), "--place", str(place), "--node-rank", str(node_rank), *staged]
             engine = Engine(
                 "the engine" if logs is None else f"engine-{replica}",
                 [*argv, "--host", host, "--port", str(port)],
@@ -242,6 +254,7 @@ def _supervise_replicas(
                 _patience(cfg, host, port) if node_rank == 0 else None,
                 env,
                 None if logs is None else logs / f"engine-{node}-{replica}.log",
+                functools.partial(engines_may_start, run.endpoints),
             )
             engines.append(engine)
         return supervise(engines, cluster.stop_timeout_s)

@@ -72,5 +72,16 @@ def engine_logs(run_dir: str | Path, urls: Sequence[str]) -> dict[str, Path]:
     return {url: logs / f"engine-{i}.log" for i, url in enumerate(urls) if _engine_file(run_dir, i).exists()}
 
 
+def engine_pids(run_dir: str | Path, urls: Sequence[str]) -> dict[str, int]:
+    """Process ids of the engines at `urls`, as `engine_logs`: one that was started again has another."""
+    found = {}
+    for i, url in enumerate(urls):
+        try:
+            found[url] = int(json.loads(_engine_file(run_dir, i).read_text())["pid"])
+        except FileNotFoundError:  # it is being started, or none of the run's
+            continue
+    return found
+
+
 def _engine_file(run_dir: str | Path, replica: int) -> Path:
     return Path(run_dir) / "endpoints" / f"engine-{replica}.json"
