@@ -1,178 +1,320 @@
-"""The generation client: batched `/generate` requests to N replicas, with deadlines, bounded concurrency, few retries.
+"""Responses from N replicas, segment by segment: routing, failover, suspension. One request is made by `exchange.py`.
 
-Only transport errors are retried (connection refused or reset, 502, 503); what an engine answers is final. Control
-calls to all replicas are in `control.py`.
+    generate -> gate -> first segments of all samples in one request -> each unfinished sample by itself, one by one
+                              |  answer: tokens are appended to the sample, the only place where they are kept
+                              |  connection failed, replica out or silent: the same segment again, elsewhere
+                              |  suspended: aborted; what the engine has by then is appended, and generate returns
+
+A segment is appended whole and once, or not at all: an answer belongs to one request of one name, and a request that
+was given up is never listened to again. Which weights sampled a token is what the engine says of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
-import aiohttp
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_after_delay,
-    stop_all,
-    wait_random_exponential,
-)
+import numpy as np
 
+from .exchange import Exchange
+from .flights import Flight, Run, Runs
 from .protocol import (
     EngineError,
     Generation,
+    GenerationAborted,
     Prompt,
+    RequestExists,
     SamplingSettings,
     TransportError,
-    generate_request,
-    parse_generations,
     require_prompts,
 )
-from .router import Gate, Router
-from .sample import group_of
-from .session import error_text, open_session
+from .replicas import Replicas
+from .router import Gate
+from .sample import Sample, group_of
 
 log = logging.getLogger(__name__)
-ABORT_TIMEOUT_S = 5.0
+EXISTS_PAUSE_S = 0.5
+
+
+class Engines(Protocol):
+    """What the rest of the controller sees of the engines."""
+
+    async def generate(
+        self, samples: Sequence[Sample], settings: SamplingSettings | Sequence[SamplingSettings]
+    ) -> None:
+        """Extend every unfinished sample in place until it is finished, or until its group is suspended.
+
+        One `settings` for all, or one for each sample. When cancelled, the engines are told. Raises EngineError.
+        """
+
+    def suspend(self, groups: Collection[str]) -> None:
+        """Calls for these groups (`group_name`) return soon; unfinished samples keep what they have."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How requests are cut and how long is waited.
+
+    segment_tokens: longest part of a response that one request generates. context_length: tokens that a sequence may
+    have, prompt included; None = the engine says so. request_timeout_s: from sending a request to its answer; and, a
+    time of its own, how long requests wait when no replica serves. retries: further attempts of one segment after
+    failures of replicas ... patience_s: ... and as many more as fit into this time, in which an engine may restart; it
+    also is the least wait for a replica to serve.
+    """
+
+    segment_tokens: int = 2048
+    context_length: int | None = None
+    request_timeout_s: float = 600.0
+    retries: int = 3
+    patience_s: float = 0.0
 
 
 class EngineClient:
-    """Sends groups to replicas. Use as an async context manager.
+    """Implements `Engines` for the replicas of one run. Use as an async context manager.
 
     Args:
-        urls: base URLs of equal replicas.
-        vocab_size: token ids must be below it.
+        exchange: makes the requests.
+        replicas: says which serve.
+        vocab_size: prompt tokens must be below it.
         concurrency: sequences in flight at once, over all replicas.
-        request_timeout_s: deadline of one request, its retries included.
-        retries: further attempts after a transport error ...
-        patience_s: ... and as many more as fit into this time: an engine may be restarting.
-        api_key: bearer token of the engines, if they want one.
         logs: by URL, where an engine writes its log; messages say so.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        exchange: Exchange,
+        replicas: Replicas,
         *,
         vocab_size: int,
         concurrency: int = 512,
-        request_timeout_s: float = 600.0,
-        retries: int = 3,
-        patience_s: float = 0.0,
-        api_key: str | None = None,
+        limits: Limits = Limits(),
         logs: Mapping[str, Path] | None = None,
     ) -> None:
-        self._router = Router([url.rstrip("/") for url in urls])
-        self._gate = Gate(concurrency)
-        self._vocab_size, self._timeout_s = vocab_size, request_timeout_s
-        self._stop = stop_all(stop_after_attempt(retries + 1), stop_after_delay(patience_s))
-        self._api_key, self._logs = api_key, logs or {}
-        self._session: aiohttp.ClientSession | None = None
+        self._exchange, self.replicas, self._limits = exchange, replicas, limits
+        self._vocab_size, self._gate, self._logs = vocab_size, Gate(concurrency), logs or {}
+        self._runs = Runs(exchange.abort)
+        replicas.on_out = self._runs.drop
+        self._background: set[asyncio.Future[None]] = set()
         self.transport_errors = 0
 
     async def __aenter__(self) -> EngineClient:
-        self._session = open_session(self._api_key)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await asyncio.gather(*self._background)
 
-    @property
-    def urls(self) -> list[str]:
-        """All replicas."""
-        return self._router.urls
-
-    async def generate(self, prompts: Sequence[Prompt], settings: SamplingSettings) -> list[Generation]:
-        """One request for all `prompts`, whole groups; answers in their order. When cancelled, the engine is told.
+    async def generate(
+        self, samples: Sequence[Sample], settings: SamplingSettings | Sequence[SamplingSettings]
+    ) -> None:
+        """See `Engines`.
 
         Raises:
-            TransportError: still no connection after the last attempt.
-            ProtocolError, GenerationAborted: see `parse_generations`.
-            EngineError: the engine refused (its message is carried), the deadline passed, or see `require_prompts`.
+            EngineError: an engine refused (its message is carried) or answered wrongly, a deadline passed, no replica
+                served, or a prompt cannot be sent (`require_prompts`).
         """
-        require_prompts(prompts, self._vocab_size)
-        group = group_of(prompts[0].rid)
-        body = generate_request(prompts, settings)
-        async with self._gate.hold(len(prompts)):
+        each = [settings] * len(samples) if isinstance(settings, SamplingSettings) else settings
+        jobs = [Job(s, wanted, self._limits) for s, wanted in zip(samples, each, strict=True) if not s.finished]
+        require_prompts([job.sample for job in jobs], self._vocab_size)
+        fresh = [job for job in jobs if not job.sample.response_length]
+        begun = [[job] for job in jobs if job.sample.response_length]
+        with self._runs.open({group_of(s.id) for s in samples}) as run:
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    url, answer = await self._send(prompts, body)
-            except TimeoutError:
-                where = self._router.home(group) or "(none reachable)"
-                await self._abort(prompts)
-                raise EngineError(
-                    f"engine {where}: no answer to /generate for {group}* ({len(prompts)} sequences) within "
-                    f"{self._timeout_s:g} s (rollout.request_timeout_s); look at {self._logs.get(where, 'its log')}, "
-                    "or raise the deadline"
-                ) from None
-            except asyncio.CancelledError:
-                await self._abort(prompts)
+                await _together([self._enter(run, part) for part in ([fresh] if fresh else []) + begun])
+            finally:
+                await run.close()
+
+    def suspend(self, groups: Collection[str]) -> None:
+        """See `Engines`."""
+        self._runs.suspend(groups)
+
+    # ---- one response after its first segment, or the first segments of a group
+
+    async def _enter(self, run: Run, jobs: list[Job]) -> None:
+        with self._gate.ticket(len(jobs)) as ticket:
+            if not await run.before_suspension(ticket.turn):
+                return
+            jobs = await self._segment(run, jobs)
+            live = len(jobs)
+            ticket.keep(live)
+
+            async def alone(job: Job) -> None:
+                nonlocal live
+                while not run.suspended and await self._segment(run, [job]):
+                    pass
+                live -= 1
+                ticket.keep(live)
+
+            await _together([alone(job) for job in jobs])
+
+    async def _segment(self, run: Run, jobs: list[Job]) -> list[Job]:
+        """One answered request for all jobs, after as many attempts as it takes; returns those that go on.
+
+        None go on once the run is suspended.
+        """
+        jobs = [job for job in jobs if not job.complete()]
+        while jobs and not run.suspended:
+            try:
+                answers = await self._attempt(run, jobs)
+            except RequestExists as error:
+                jobs[0].fail(error)
+                await asyncio.sleep(EXISTS_PAUSE_S)
+            except TransportError as error:
+                self.transport_errors += 1
+                if not run.suspended:
+                    jobs[0].fail(error)
+                    log.warning("%s; the segment is generated elsewhere or later", error)
+            else:
+                for job, answer in zip(jobs, answers, strict=True):
+                    job.take(answer, run.suspended)
+                return [job for job in jobs if not job.sample.finished]
+        return []
+
+    async def _attempt(self, run: Run, jobs: list[Job]) -> list[Generation]:
+        """One request to a replica that serves. Raises TransportError when it or its weights turn out to be bad."""
+        group = group_of(jobs[0].sample.id)
+        while True:
+            with self.replicas.router.route(group, len(jobs)) as url:
+                if url is not None:
+                    try:
+                        return await self._ask(run, url, [job.prompt() for job in jobs])
+                    except TransportError as error:
+                        self.replicas.failed(url, str(error))
+                        raise
+            if not await self._a_replica_serves(run):
+                return []
+
+    async def _a_replica_serves(self, run: Run) -> bool:
+        """Wait for it; False when the run was suspended first."""
+        serves = asyncio.ensure_future(self.replicas.wait_serving())
+        longest = max(self._limits.request_timeout_s, self._limits.patience_s)
+        try:
+            async with asyncio.timeout(longest):
+                return await run.before_suspension(serves)
+        except TimeoutError:
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.replicas.states.items())
+            logs = ", ".join(map(str, self._logs.values())) or "their logs"
+            raise EngineError(
+                f"no engine has served for {longest:g} s (rollout.request_timeout_s): {reasons}; look at {logs}"
+            ) from None
+        finally:
+            serves.cancel()
+
+    async def _ask(self, run: Run, url: str, prompts: list[Prompt]) -> list[Generation]:
+        published, rids = self.replicas.version, [prompt.rid for prompt in prompts]
+        exchange = asyncio.ensure_future(self._exchange.generate(url, prompts))
+        with run.flight(url, rids) as flight:
+            try:
+                ends: set[asyncio.Future[Any]] = {exchange, flight.dropped}
+                timeout = self._limits.request_timeout_s
+                await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if not exchange.done():
+                    raise self._gave_up(flight, len(prompts))
+                answers = exchange.result()
+            except TransportError:
+                self._tell_later(url, rids)  # so that what a broken connection left running takes no room
+                raise
+            except (EngineError, asyncio.CancelledError):
+                if not exchange.done():
+                    await self._exchange.abort(url, rids)
                 raise
             finally:
-                self._router.forget(group)
-        return parse_generations(answer, prompts, settings, url=url, vocab_size=self._vocab_size)
+                exchange.cancel()
+        self.replicas.heard_of(url)
+        _require_published(url, prompts, answers, published)
+        return answers
 
-    async def _send(self, prompts: Sequence[Prompt], body: bytes) -> tuple[str, bytes]:
-        group = group_of(prompts[0].rid)
-        attempts = AsyncRetrying(
-            retry=retry_if_exception_type(TransportError),
-            stop=self._stop,
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            before_sleep=_log_retry,
-            reraise=True,
+    def _gave_up(self, flight: Flight, sequences: int) -> EngineError:
+        """Why the answer is waited for no longer; a TransportError if there may be one elsewhere."""
+        where = f"engine {flight.url}: /generate for {group_of(flight.rids[0])}* ({sequences} sequences)"
+        if flight.dropped.done():
+            return TransportError(f"{where} was given up: {flight.dropped.result()}")
+        kind = TransportError if len(self.replicas.serving) > 1 else EngineError
+        return kind(
+            f"{where}: no answer within {self._limits.request_timeout_s:g} s (rollout.request_timeout_s); look at "
+            f"{self._logs.get(flight.url, 'its log')}, or raise the deadline"
         )
-        async for attempt in attempts:
-            with attempt, self._router.route(group, len(prompts)) as url:
-                try:
-                    return url, await self._post(url, body)
-                except TransportError:
-                    self.transport_errors += 1
-                    await self._abort(prompts)  # what the broken connection left running must not meet its successor
-                    self._router.failed(group, url)
-                    raise
-        raise AssertionError("unreachable: the last attempt raises")
 
-    async def _post(self, url: str, body: bytes) -> bytes:
-        assert self._session is not None, "EngineClient is used outside `async with`"
-        try:
-            headers = {"Content-Type": "application/json"}
-            async with self._session.post(f"{url}/generate", data=body, headers=headers) as response:
-                answer = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise TransportError(f"engine {url}: /generate: {type(error).__name__}: {error}; is it running?") from error
-        if response.status in (502, 503):
-            raise TransportError(f"engine {url}: /generate: HTTP {response.status}: {error_text(answer)}")
-        if response.status != 200:
-            raise EngineError(f"engine {url}: /generate refused with HTTP {response.status}: {error_text(answer)}")
-        return answer
-
-    async def _abort(self, prompts: Sequence[Prompt]) -> None:
-        """Abort these at the replica that has them, id by id: SGLang ignores an id that no request has, even if it is
-        the beginning of some. Silent if it cannot be reached.
-        """
-        url = self._router.home(group_of(prompts[0].rid))
-        if url is None:
-            return
-        with suppress(aiohttp.ClientError, TimeoutError):
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await asyncio.gather(*(self._abort_one(url, prompt.rid) for prompt in prompts))
-
-    async def _abort_one(self, url: str, rid: str) -> None:
-        assert self._session is not None
-        async with self._session.post(f"{url}/abort_request", json={"rid": rid}) as response:
-            await response.read()
+    def _tell_later(self, url: str, rids: Sequence[str]) -> None:
+        task = asyncio.ensure_future(self._exchange.abort(url, rids))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
 
-def _log_retry(state: RetryCallState) -> None:
-    if state.attempt_number & (state.attempt_number - 1):
-        return  # an engine that restarts is tried again many times: said for the attempts 1, 2, 4, 8, ...
-    log.warning("%s; attempt %d follows", state.outcome and state.outcome.exception(), state.attempt_number + 1)
+class Job:
+    """One response that is being generated."""
+
+    def __init__(self, sample: Sample, settings: SamplingSettings, limits: Limits) -> None:
+        self.sample, self._settings, self._limits = sample, settings, limits
+        self._failures, self._failing_since, self._asked = 0, 0.0, 0
+
+    def complete(self) -> bool:
+        """Finish the sample if it may have no more tokens; whether it is finished."""
+        if not self.sample.finished and self._room <= 0:
+            self.sample.finish("length")
+        return self.sample.finished
+
+    def prompt(self) -> Prompt:
+        """The next segment, under a new name: what is there is the prompt, the seed stays the sample's."""
+        sample = self.sample
+        self._asked = min(self._room, self._limits.segment_tokens)
+        tokens = np.concatenate([sample.prompt_tokens, sample.response_tokens])
+        return Prompt(sample.next_request(), tokens, sample.seed, self._asked, self._settings)
+
+    def take(self, answer: Generation, suspended: bool) -> None:
+        """Append what the engine generated. Raises GenerationAborted when it keeps aborting without being asked to."""
+        aborted = answer.finish_reason == "abort"
+        if len(answer.tokens):
+            self.sample.append(answer.tokens, answer.log_probs, answer.spans)
+            self._failures = 0
+        elif aborted and not suspended:
+            self.fail(GenerationAborted(f"{self.sample.id} was aborted by its engine: {answer.message}"))
+        whole_segment = answer.finish_reason == "length" and len(answer.tokens) == self._asked
+        if not (aborted or whole_segment):
+            self.sample.finish(answer.finish_reason)
+        self.complete()
+
+    def fail(self, error: EngineError) -> None:
+        """Count an attempt that brought nothing; raises `error` when it was the last one."""
+        now = asyncio.get_running_loop().time()
+        if not self._failures:
+            self._failing_since = now
+        self._failures += 1
+        if self._failures > self._limits.retries and now - self._failing_since >= self._limits.patience_s:
+            raise error
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the response may still get."""
+        have = self.sample.response_length
+        room = self._settings.max_new_tokens - have
+        if self._limits.context_length is not None:
+            room = min(room, self._limits.context_length - self.sample.prompt_length - have)
+        return room
+
+
+def _require_published(url: str, prompts: list[Prompt], answers: list[Generation], published: int | None) -> None:
+    """A replica that answers with older weights than were published before it was asked missed an update."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if published is not None and answer.spans and min(span.version for span in answer.spans) < published:
+            raise TransportError(
+                f"engine {url}: {prompt.rid} was sampled by weight version {answer.spans[0].version}, but {published} "
+                "was published before; did the weight update reach this engine (engine.urls)?"
+            )
+
+
+async def _together(tasks: Sequence[Awaitable[None]]) -> None:
+    """Wait for all; the first error cancels the others and is raised."""
+    running = [asyncio.ensure_future(task) for task in tasks]
+    try:
+        await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

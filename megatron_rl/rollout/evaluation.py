@@ -17,7 +17,7 @@ from megatron_rl.algorithms.evaluation import pass_at_k, share_interval
 from megatron_rl.config import Config
 from megatron_rl.data import PromptDataset, PromptTokenizer
 
-from .client import EngineClient
+from .client import Engines
 from .dump import evaluation_file, write_dump
 from .generate import Examiner
 from .protocol import SamplingSettings
@@ -60,11 +60,11 @@ class Evaluator:
         cfg: Config,
         dataset: PromptDataset | None,
         tokenizer: PromptTokenizer,
-        client: EngineClient,
+        engines: Engines,
         verifiers: Verifiers,
     ) -> None:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
-        self._examiner = Examiner(tokenizer, client, verifiers, cfg.seed)
+        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed)
         self._queue: asyncio.Queue[EvalJob] = asyncio.Queue()
         self.jobs: dict[str, EvalJob] = {}
 

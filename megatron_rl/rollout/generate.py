@@ -1,26 +1,26 @@
-"""From a drawn prompt to a judged group: one request to an engine, then the verifiers. Batches are not decided here."""
+"""From a drawn prompt to a judged group: the engines generate, then the verifiers. Batches are not decided here."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.data import PromptDataset, PromptRecord, PromptTokenizer
 
-from .client import EngineClient
-from .protocol import EngineError, Prompt, SamplingSettings
-from .sample import Group
+from .client import Engines
+from .protocol import SamplingSettings
+from .sample import Group, group_name
 from .scoring import Verifiers, judge, shape
 
 
 class Examiner:
     """Asks the engines for answers to a record and has them judged; for training and evaluation alike."""
 
-    def __init__(self, tokenizer: PromptTokenizer, client: EngineClient, verifiers: Verifiers, run_seed: int) -> None:
-        self._tokenizer, self._client, self._verifiers, self._run_seed = tokenizer, client, verifiers, run_seed
+    def __init__(self, tokenizer: PromptTokenizer, engines: Engines, verifiers: Verifiers, run_seed: int) -> None:
+        self._tokenizer, self._engines, self._verifiers, self._run_seed = tokenizer, engines, verifiers, run_seed
         self.stop_token_ids = tuple(tokenizer.eos_token_ids)
 
     def start(
@@ -39,31 +39,33 @@ class Examiner:
         )
 
     async def answer(
-        self,
-        groups: Sequence[Group],
-        records: Sequence[PromptRecord],
-        settings: SamplingSettings,
-        oldest_version: int | None = None,
+        self, groups: Sequence[Group], records: Sequence[PromptRecord], settings: SamplingSettings
     ) -> None:
-        """Generate all samples of `groups` with one request, then judge them. Raises EngineError as `fill` does."""
-        await fill(groups, self._client, settings, oldest_version)
-        pairs = zip(groups, records, strict=True)
+        """Generate what the samples of `groups` lack, then judge the groups that are finished.
+
+        Raises EngineError; a group that was suspended is left unfinished.
+        """
+        await self._engines.generate([s for g in groups for s in g.samples], settings)
+        pairs = [pair for pair in zip(groups, records, strict=True) if not pair[0].unfinished]
         await asyncio.gather(*(judge(group, record, self._tokenizer, self._verifiers) for group, record in pairs))
 
 
 class GroupMaker:
-    """Makes training groups. Holds no state of its own."""
+    """Makes training groups, from their beginning or from where they were suspended."""
 
     def __init__(
         self,
         cfg: Config,
         dataset: PromptDataset,
         tokenizer: PromptTokenizer,
-        client: EngineClient,
+        engines: Engines,
         verifiers: Verifiers,
     ) -> None:
-        self._cfg, self._dataset = cfg, dataset
-        self._examiner = Examiner(tokenizer, client, verifiers, cfg.seed)
+        self._cfg, self._dataset, self._engines = cfg, dataset, engines
+        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed)
+        self._suspended: set[int] = set()
+        self.in_flight: dict[int, Group] = {}
+        """Groups that are being made, by id. Their samples grow by whole segments."""
         self._settings = SamplingSettings(
             temperature=cfg.rollout.temperature,
             max_new_tokens=cfg.rollout.max_response_tokens,
@@ -73,32 +75,31 @@ class GroupMaker:
             min_p=cfg.rollout.min_p,
         )
 
-    async def make(self, group_id: int, record_index: int, version: int, oldest_version: int) -> Group:
-        """Generate, judge and shape one group.
+    async def make(self, group_id: int, record_index: int, partial: Group | None, version: int) -> Group:
+        """Generate, judge and shape one group, starting it with weights `version` or going on with `partial`.
 
-        Raises:
-            EngineError: see `EngineClient.generate`; or a token comes from weights older than `oldest_version`.
+        Returns it with unfinished samples, neither judged nor shaped, if it was suspended. Raises EngineError.
         """
         record, rollout = self._dataset[record_index], self._cfg.rollout
-        group = self._examiner.start(
+        group = partial or self._examiner.start(
             group_id, record, rollout.group_size, version=version, temperature=rollout.temperature
         )
-        await self._examiner.answer([group], [record], self._settings, oldest_version)
-        shape(group, self._cfg)
-        return group
+        self.in_flight[group_id] = group
+        try:
+            if not (group.unfinished and self.suspended(group_id)):
+                await self._examiner.answer([group], [record], self._settings)
+            if not group.unfinished:
+                shape(group, self._cfg)
+            return group
+        finally:
+            del self.in_flight[group_id]
+            self._suspended.discard(group_id)
 
+    def suspend(self, ids: Collection[int]) -> None:
+        """Have these groups come back soon, with what they have; also one whose `make` has not begun yet."""
+        self._suspended.update(ids)
+        self._engines.suspend([group_name(group_id) for group_id in ids])
 
-async def fill(
-    groups: Sequence[Group], client: EngineClient, settings: SamplingSettings, oldest_version: int | None = None
-) -> None:
-    """Generate all samples of `groups` with one request. Raises EngineError, also for weights that are too old."""
-    samples = [s for g in groups for s in g.samples]
-    answers = await client.generate([Prompt(s.id, s.prompt_tokens, s.seed) for s in samples], settings)
-    for sample, answer in zip(samples, answers, strict=True):
-        sample.append(answer.tokens, answer.log_probs, answer.spans)
-        sample.finish(answer.finish_reason)
-        if oldest_version is not None and answer.spans and sample.version_first < oldest_version:
-            raise EngineError(
-                f"engine {answer.engine}: {sample.id} was sampled by weight version {sample.version_first}, but this "
-                f"step needs {oldest_version} or newer; did the weight update reach this engine (engine.urls)?"
-            )
+    def suspended(self, group_id: int) -> bool:
+        """Whether it was told to come back; whoever asks the engines several times for one group looks here first."""
+        return group_id in self._suspended

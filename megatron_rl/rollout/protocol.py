@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from .sample import LogProbs, Span, Tokens
+from .sample import LogProbs, Sample, Span, Tokens
 
 INITIAL_VERSION = "default"
 """What SGLang calls the weights that it was started with; they count as version 0."""
@@ -32,13 +32,17 @@ class ProtocolError(EngineError):
     """An engine's answer does not follow the protocol."""
 
 
+class RequestExists(EngineError):
+    """The engine still has a request of this name: one of an earlier process of ours. Another name will do."""
+
+
 class GenerationAborted(EngineError):
-    """The engine ended the request by itself or because it was told to."""
+    """The engine ended a request that nobody here had asked it to end."""
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """What all sequences of one request share."""
+    """How a response is sampled. `max_new_tokens`: its longest length, what is there already included."""
 
     temperature: float
     max_new_tokens: int
@@ -50,73 +54,86 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sequence to generate: `rid` names it, `tokens` int64 [P], `seed` of its sampling."""
+    """One sequence to go on with: `rid` names the request, `tokens` int64 [P], at most `max_new_tokens` follow."""
 
     rid: str
     tokens: Tokens
     seed: int
+    max_new_tokens: int
+    settings: SamplingSettings
 
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer of `engine`: tokens int64 [R], log_probs float32 [R] at the sampling temperature, spans over [0, R)."""
+    """An engine's answer: tokens int64 [R], log_probs float32 [R] at the sampling temperature, spans over [0, R).
 
-    engine: str
+    `finish_reason` is stop, length or abort; `message` is what the engine says of an abort, which may leave R = 0.
+    """
+
     tokens: Tokens
     log_probs: LogProbs
     spans: list[Span]
     finish_reason: str
+    message: str = ""
 
 
-def require_prompts(prompts: Sequence[Prompt], vocab_size: int) -> None:
+def require_prompts(samples: Sequence[Sample], vocab_size: int) -> None:
     """Refuse what a real SGLang does not check and dies of.
 
     Raises:
         EngineError: a prompt has no tokens, or one that the model does not know.
     """
-    for prompt in prompts:
-        if len(prompt.tokens) == 0:
-            raise EngineError(f"{prompt.rid} has no prompt tokens; is the chat template of the model empty?")
-        lowest, highest = int(prompt.tokens.min()), int(prompt.tokens.max())
+    for sample in samples:
+        tokens = sample.prompt_tokens
+        if len(tokens) == 0:
+            raise EngineError(f"{sample.id} has no prompt tokens; is the chat template of the model empty?")
+        lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= vocab_size:
             raise EngineError(
-                f"{prompt.rid} has the prompt token {highest if highest >= vocab_size else lowest}, outside the "
+                f"{sample.id} has the prompt token {highest if highest >= vocab_size else lowest}, outside the "
                 f"model's vocabulary of {vocab_size}; do tokenizer and model belong together?"
             )
 
 
-def generate_request(prompts: Sequence[Prompt], settings: SamplingSettings) -> bytes:
-    """Body of one batched POST /generate; answers come back in the order of `prompts`."""
-    shared = {
-        "temperature": settings.temperature,
-        "max_new_tokens": settings.max_new_tokens,
-        "stop_token_ids": list(settings.stop_token_ids),
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "min_p": settings.min_p,
-    }
+def generate_request(prompts: Sequence[Prompt]) -> bytes:
+    """Body of one batched POST /generate; answers come back in the order of `prompts`.
+
+    Where an engine heeds seeds, a token depends on seed and position in the sequence alone, so that a response made in
+    segments is the one made at once.
+    """
     body = {
         "rid": [p.rid for p in prompts],
         "input_ids": [p.tokens for p in prompts],
-        "sampling_params": [{**shared, "sampling_seed": p.seed} for p in prompts],
+        "sampling_params": [_sampling_params(p) for p in prompts],
         "return_logprob": True,
         "logprob_start_len": -1,
     }
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def parse_generations(
-    body: bytes, prompts: Sequence[Prompt], settings: SamplingSettings, *, url: str, vocab_size: int
-) -> list[Generation]:
+def _sampling_params(prompt: Prompt) -> dict[str, Any]:
+    settings = prompt.settings
+    return {
+        "temperature": settings.temperature,
+        "max_new_tokens": prompt.max_new_tokens,
+        "stop_token_ids": list(settings.stop_token_ids),
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "sampling_seed": prompt.seed,
+    }
+
+
+def parse_generations(body: bytes, prompts: Sequence[Prompt], *, url: str, vocab_size: int) -> list[Generation]:
     """Read the answer to `generate_request`.
 
     Raises:
         ProtocolError: not JSON, another number of answers, a missing or ill-typed field, log-probs that are missing,
-            NaN or infinite, a response longer than asked for, or token ids outside the vocabulary.
-        GenerationAborted: an answer ended with finish_reason abort.
+            NaN or infinite, a response that is empty or longer than asked for, or token ids outside the vocabulary.
+        GenerationAborted: the engine gave a sequence up with a status of its own.
     """
     with _without_garbage_collection():
-        return _parse(body, prompts, settings, url, vocab_size)
+        return _parse(body, prompts, url, vocab_size)
 
 
 @contextmanager
@@ -131,9 +148,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _parse(
-    body: bytes, prompts: Sequence[Prompt], settings: SamplingSettings, url: str, vocab_size: int
-) -> list[Generation]:
+def _parse(body: bytes, prompts: Sequence[Prompt], url: str, vocab_size: int) -> list[Generation]:
     try:
         answers = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -144,7 +159,7 @@ def _parse(
         found = len(answers) if isinstance(answers, list) else type(answers).__name__
         raise ProtocolError(f"engine {url}: /generate was asked for {len(prompts)} sequences and answered {found}")
     return [
-        _Reader(url, prompt.rid).generation(answer, settings.max_new_tokens, vocab_size)
+        _Reader(url, prompt.rid).generation(answer, prompt.max_new_tokens, vocab_size)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
@@ -163,11 +178,17 @@ class _Reader:
         meta = self._field(answer, "meta_info", dict)
         reason = self._field(meta, "finish_reason", dict, "meta_info.")
         kind = self._field(reason, "type", str, "meta_info.finish_reason.")
-        if kind == "abort":
-            raise GenerationAborted(f"engine {self.url}: {self.rid} was aborted: {reason.get('message')}")
+        if kind == "abort" and reason.get("status_code"):
+            raise GenerationAborted(
+                f"engine {self.url}: {self.rid} ended with status {reason['status_code']}: {reason.get('message')}"
+            )
         ids = self._field(answer, "output_ids", list)
         tokens = self._tokens(ids, max_new_tokens, vocab_size)
-        return Generation(self.url, tokens, self._log_probs(meta, ids), self._spans(meta, len(tokens)), kind)
+        if not len(tokens) and kind != "abort":
+            raise self._wrong("output_ids", f"is empty, but the response ended with {kind!r}, not with an abort")
+        log_probs = self._log_probs(meta, ids) if ids else np.empty(0, np.float32)
+        spans = self._spans(meta, len(tokens))
+        return Generation(tokens, log_probs, spans, kind, str(reason.get("message") or ""))
 
     def _tokens(self, ids: list[Any], max_new_tokens: int, vocab_size: int) -> Tokens:
         try:

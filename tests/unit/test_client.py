@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_rl.rollout.client import EngineClient, TransportError
-from megatron_rl.rollout.protocol import EngineError, GenerationAborted, Prompt, ProtocolError, SamplingSettings
+from megatron_rl.rollout.client import EngineClient, Limits
+from megatron_rl.rollout.connect import connect
+from megatron_rl.rollout.protocol import EngineError, GenerationAborted, ProtocolError, SamplingSettings, TransportError
 from megatron_rl.rollout.router import Gate, Router
-from megatron_rl.rollout.sample import sample_name
+from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.session import error_text, raise_open_file_limit
-from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, resets, says, says_text
+from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, good_answer, resets, says, says_text
 
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=4, stop_token_ids=(2,))
 VOCABULARY = 10
@@ -25,38 +27,50 @@ ABORTS = ["/abort_request"] * 2
 """One for each sequence of `group()`: SGLang knows whole ids only."""
 
 
-def group(group_id: int = 0, size: int = 2) -> list[Prompt]:
-    return [Prompt(sample_name(group_id, k), np.array([1, 2, 3]), seed=k) for k in range(size)]
+def group(group_id: int = 0, size: int = 2, prompt: Sequence[int] = (1, 2, 3)) -> list[Sample]:
+    return Group.start(group_id, "p", np.array(prompt, np.int64), size, run_seed=0, version=0, temperature=1.0).samples
 
 
-def client_of(*engines: FakeEngine, **settings: Any) -> EngineClient:
-    return EngineClient([e.url for e in engines], vocab_size=VOCABULARY, **settings)
+def client_of(*engines: FakeEngine, **settings: Any) -> AbstractAsyncContextManager[EngineClient]:
+    limits = Limits(**{name: settings.pop(name) for name in tuple(settings) if name in Limits.__annotations__})
+    return connect([e.url for e in engines], vocab_size=VOCABULARY, limits=limits, **settings)
 
 
-def generate_from(*answers: Answer, **settings: Any) -> tuple[Any, FakeEngine]:
-    """The outcome (generations or the exception) of one request to an engine that gives `answers`."""
+def asked(engine: FakeEngine) -> list[str]:
+    """What the client asked; the monitor's looks come at any time."""
+    return [path for path in engine.paths() if path in ("/generate", "/abort_request")]
 
-    async def run() -> tuple[Any, FakeEngine]:
+
+def bodies(engine: FakeEngine) -> list[Body]:
+    """Of its requests for generation."""
+    return [body for path, body in engine.requests if path == "/generate"]
+
+
+def generate_from(*answers: Answer, **settings: Any) -> tuple[list[Sample] | BaseException, FakeEngine]:
+    """The outcome (samples or the exception) of one group at an engine that gives `answers`."""
+
+    async def run() -> tuple[list[Sample] | BaseException, FakeEngine]:
         async with FakeEngine(*answers) as engine, client_of(engine, **settings) as client:
-            outcome = await asyncio.gather(client.generate(group(), SETTINGS), return_exceptions=True)
-            return outcome[0], engine
+            samples = group()
+            error = (await asyncio.gather(client.generate(samples, SETTINGS), return_exceptions=True))[0]
+            return error or samples, engine
 
     return asyncio.run(run())
 
 
-def test_a_group_is_one_request_with_an_id_and_a_seed_per_sample():
-    generations, engine = generate_from()
-    assert engine.paths() == ["/generate"]
-    body = engine.requests[0][1]
-    assert body["rid"] == ["s000000000-000.", "s000000000-001."]
+def test_a_group_begins_with_one_request_that_has_a_name_and_a_seed_for_each_sample():
+    samples, engine = generate_from()
+    assert asked(engine) == ["/generate"]
+    body = bodies(engine)[0]
+    assert body["rid"] == ["s000000000-000.0000", "s000000000-001.0000"]
     assert body["input_ids"] == [[1, 2, 3], [1, 2, 3]]
-    assert [p["sampling_seed"] for p in body["sampling_params"]] == [0, 1]
+    assert [p["sampling_seed"] for p in body["sampling_params"]] == [s.seed for s in samples]
     assert body["sampling_params"][0]["max_new_tokens"] == 4
     assert body["sampling_params"][0]["stop_token_ids"] == [2]
     assert body["return_logprob"] is True
-    assert generations[0].tokens.tolist() == [5, 2]
-    assert generations[0].log_probs.dtype == np.float32
-    assert generations[1].finish_reason == "stop"
+    assert samples[0].response_tokens.tolist() == [5, 2]
+    assert samples[0].log_probs.dtype == np.float32
+    assert samples[1].finish_reason == "stop"
 
 
 def drop(*path: str) -> Callable[[Body], None]:
@@ -110,7 +124,7 @@ def test_an_answer_that_is_not_whole_is_refused_by_engine_and_field(change, comp
     assert engine.url in str(outcome)
     with pytest.raises(ProtocolError, match=complaint):
         raise outcome
-    assert engine.paths() == ["/generate"]
+    assert asked(engine) == ["/generate"]
 
 
 def test_nan_written_as_a_bare_word_is_refused_as_not_json():
@@ -130,17 +144,46 @@ def test_an_engine_without_version_spans_counts_its_final_version_for_all_tokens
         del answer[META]["weight_versions"]
         answer[META]["weight_version"] = "7"
 
-    generations, _ = generate_from(changed(change))
-    assert [(s.version, s.start, s.end) for s in generations[1].spans] == [(7, 0, 2)]
+    samples, _ = generate_from(changed(change))
+    assert [(s.version, s.start, s.end) for s in samples[1].spans] == [(7, 0, 2)]
 
 
-def test_an_abort_by_the_engine_is_an_error_of_its_own():
-    outcome, _ = generate_from(
-        changed(put({"type": "abort", "message": "Abort in waiting queue"}, META, "finish_reason"))
-    )
+def aborted(tokens: list[int], **reason: Any) -> Callable[[Body], None]:
+    """What is said of a sequence that was aborted; one that waited has no prompt_tokens and an empty span."""
+
+    def change(answer: Body) -> None:
+        whole = good_answer(answer["meta_info"]["id"], tokens)
+        answer.update(whole)
+        answer[META]["finish_reason"] = {"type": "abort", "message": "Aborted", **reason}
+        if not tokens:
+            del answer[META]["prompt_tokens"], answer[META]["output_token_logprobs"]
+
+    return change
+
+
+def test_what_an_engine_aborts_by_itself_is_gone_on_with_under_another_name():
+    samples, engine = generate_from(changed(aborted([5])), changed(aborted([])))
+    assert [s.response_tokens.tolist() for s in samples] == [[5, 2], [5, 5, 2]]
+    assert [b["rid"] for b in bodies(engine)] == [
+        ["s000000000-000.0000", "s000000000-001.0000"], ["s000000000-001.0001"], ["s000000000-001.0002"]
+    ]  # fmt: skip
+    assert bodies(engine)[1]["input_ids"] == bodies(engine)[2]["input_ids"] == [[1, 2, 3, 5]]
+    assert bodies(engine)[2]["sampling_params"][0]["max_new_tokens"] == 3
+
+
+def test_an_engine_that_keeps_aborting_is_an_error_that_says_what_it_said():
+    outcome, engine = generate_from(*[changed(aborted([], message="Abort in waiting queue"))] * 3, retries=2)
     assert isinstance(outcome, GenerationAborted)
     assert "s000000000-001." in str(outcome)
     assert "Abort in waiting queue" in str(outcome)
+    assert len(bodies(engine)) == 3
+
+
+def test_a_sequence_that_the_engine_gives_up_with_a_status_is_an_error_at_once():
+    outcome, engine = generate_from(changed(aborted([], status_code=400, message="the grammar is broken")))
+    assert isinstance(outcome, GenerationAborted)
+    assert "status 400: the grammar is broken" in str(outcome)
+    assert asked(engine) == ["/generate"]
 
 
 @pytest.mark.parametrize(
@@ -150,27 +193,33 @@ def test_an_abort_by_the_engine_is_an_error_of_its_own():
 def test_a_prompt_that_would_end_a_real_sglang_is_never_sent(tokens, complaint):
     async def run() -> FakeEngine:
         async with FakeEngine() as engine, client_of(engine) as client:
-            prompts = [*group(), Prompt(sample_name(7, 0), np.array(tokens, np.int64), seed=0)]
             with pytest.raises(EngineError, match=rf"s000000007-000\. .*{complaint}"):
-                await client.generate(prompts, SETTINGS)
+                await client.generate([*group(), *group(7, 1, tokens)], SETTINGS)
             return engine
 
-    assert asyncio.run(run()).paths() == []
+    assert asked(asyncio.run(run())) == []
 
 
 @pytest.mark.parametrize("failure", [says(503), says(502), resets()])
-def test_a_transport_error_is_sent_again_after_an_abort_of_what_may_still_run(failure):
-    generations, engine = generate_from(failure)
-    assert [g.tokens.tolist() for g in generations] == [[5, 2], [5, 2]]
-    assert engine.paths() == ["/generate", *ABORTS, "/generate"]
-    assert sorted(body["rid"] for _, body in engine.requests[1:3]) == ["s000000000-000.", "s000000000-001."]
+def test_after_a_transport_error_the_segment_is_asked_for_again_and_what_may_still_run_is_aborted(failure):
+    samples, engine = generate_from(failure)
+    assert [s.response_tokens.tolist() for s in samples] == [[5, 2], [5, 2]]
+    assert [b["rid"][0] for b in bodies(engine)] == ["s000000000-000.0000", "s000000000-000.0001"]
+    aborts = [body["rid"] for path, body in engine.requests if path == "/abort_request"]
+    assert sorted(aborts) == ["s000000000-000.0000", "s000000000-001.0000"]
 
 
 def test_retries_end_and_the_last_error_names_the_engine():
     outcome, engine = generate_from(says(503, {"error": {"message": "warming up"}}), says(503), retries=1)
     assert isinstance(outcome, TransportError)
     assert engine.url in str(outcome)
-    assert engine.paths().count("/generate") == 2
+    assert asked(engine).count("/generate") == 2
+
+
+def test_a_name_that_the_engine_still_knows_from_an_earlier_process_is_given_up_for_another():
+    samples, engine = generate_from(says(400, {"error": {"message": "Duplicate request ID detected: s000"}}))
+    assert samples[0].response_tokens.tolist() == [5, 2]
+    assert [b["rid"][1] for b in bodies(engine)] == ["s000000000-001.0000", "s000000000-001.0001"]
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500])
@@ -179,7 +228,7 @@ def test_a_refusal_is_never_sent_again_and_its_message_is_carried(status):
     assert type(outcome) is EngineError
     assert "temperature must be a non-negative number" in str(outcome)
     assert f"HTTP {status}" in str(outcome)
-    assert engine.paths() == ["/generate"]
+    assert asked(engine) == ["/generate"]
 
 
 def test_a_request_that_gets_no_answer_ends_at_its_deadline_and_is_aborted():
@@ -195,9 +244,9 @@ def test_a_request_that_gets_no_answer_ends_at_its_deadline_and_is_aborted():
 
     outcome, engine = asyncio.run(run())
     assert isinstance(outcome, EngineError)
-    assert "within 0.2 s (rollout.request_timeout_s); look at RUN/engine-0.log" in str(outcome)
+    assert "no answer within 0.2 s (rollout.request_timeout_s); look at RUN/engine-0.log" in str(outcome)
     assert engine.url in str(outcome)
-    assert engine.paths() == ["/generate", *ABORTS]
+    assert asked(engine) == ["/generate", *ABORTS]
 
 
 def test_a_cancelled_request_is_aborted_at_the_engine():
@@ -206,13 +255,13 @@ def test_a_cancelled_request_is_aborted_at_the_engine():
         engine.always = engine.hang()
         async with engine, client_of(engine) as client:
             task = asyncio.create_task(client.generate(group(), SETTINGS))
-            while not engine.requests:
+            while not asked(engine):
                 await asyncio.sleep(0.01)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             return engine
 
-    assert asyncio.run(run()).paths() == ["/generate", *ABORTS]
+    assert asked(asyncio.run(run())) == ["/generate", *ABORTS]
 
 
 def test_a_group_whose_engine_is_gone_moves_to_another_replica():
@@ -224,7 +273,7 @@ def test_a_group_whose_engine_is_gone_moves_to_another_replica():
                 await client.generate(group(number), SETTINGS)
             return engine
 
-    assert asyncio.run(run()).paths().count("/generate") == 4
+    assert asked(asyncio.run(run())).count("/generate") == 4
 
 
 def test_load_is_spread_over_replicas_and_bounded():
@@ -250,46 +299,74 @@ def test_load_is_spread_over_replicas_and_bounded():
         async with first, second, client_of(first, second, concurrency=4) as client:
             tasks = [client.generate(group(n, size=1), SETTINGS) for n in range(8)]
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [len(first.requests), len(second.requests)], most
+        return [len(bodies(first)), len(bodies(second))], most
 
     spread, most = asyncio.run(run())
     assert spread == [4, 4]
     assert most == 4
 
 
-def test_a_request_larger_than_the_limit_goes_alone_and_a_cancelled_one_leaves_no_hole():
+def test_a_request_larger_than_the_limit_goes_alone_and_one_that_left_leaves_no_hole():
     async def run() -> list[str]:
         gate, seen = Gate(4), []
 
         async def use(name: str, size: int) -> None:
-            async with gate.hold(size):
+            with gate.ticket(size) as ticket:
+                await ticket.turn
                 seen.append(name)
 
-        async with gate.hold(100):
+        with gate.ticket(100):
             waiting = [asyncio.create_task(use(name, size)) for name, size in (("cancelled", 3), ("a", 4), ("b", 1))]
             await asyncio.sleep(0.01)
             waiting[0].cancel()  # and the block ends before that task has noticed
         await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
-        async with asyncio.timeout(5), gate.hold(4):
+        with gate.ticket(4) as ticket:
+            await asyncio.wait_for(ticket.turn, 5)
             seen.append("whole room")
         return seen
 
     assert asyncio.run(run()) == ["a", "b", "whole room"]
 
 
-def test_the_router_is_sticky_takes_the_least_loaded_and_avoids_a_failed_replica_for_a_while():
-    now = 0.0
-    router = Router(["a", "b"], cooldown_s=10, clock=lambda: now)
+def test_room_is_given_back_sequence_by_sequence():
+    async def run() -> tuple[bool, bool]:
+        gate = Gate(4)
+        with gate.ticket(6) as first, gate.ticket(2) as second:
+            await first.turn
+            first.keep(3)
+            early = second.turn.done()
+            first.keep(2)
+            return early, second.turn.done()
+
+    assert asyncio.run(run()) == (False, True)
+
+
+def test_the_router_is_sticky_takes_the_least_loaded_and_leaves_out_what_does_not_serve():
+    router = Router(["a", "b"])
     with router.route("g1", 5) as one, router.route("g2", 1) as two, router.route("g3", 1) as three:
         assert (one, two, three) == ("a", "b", "b")
     with router.route("g2", 9) as again:
         assert again == "b"
-    router.failed("g1", "a")
+    router.serve(["b"])
     with router.route("g1", 1) as moved, router.route("g4", 1) as other:
         assert (moved, other) == ("b", "b")
-    now = 11.0
-    with router.route("g5", 1) as back:
-        assert back == "a"
+    router.serve(["a", "b"])
+    with router.route("g1", 1) as stays, router.route("g5", 1) as back:
+        assert (stays, back) == ("b", "a")
+    router.serve([])
+    with router.route("g1", 1) as nowhere:
+        assert nowhere is None
+
+
+def test_sequences_that_others_have_at_a_replica_count_as_its_load():
+    router = Router(["a", "b"])
+    with router.route("g1", 5):
+        router.report("a", 5)  # ours alone
+        router.report("b", 3)
+        with router.route("g2", 1) as chosen:
+            assert chosen == "b"
+    with router.route("g3", 1) as chosen:
+        assert chosen == "a"
 
 
 def test_the_limit_of_open_files_is_lifted():
@@ -303,9 +380,9 @@ def test_the_limit_of_open_files_is_lifted():
 
 
 def test_a_request_is_sent_again_until_the_patience_ends_however_few_retries_are_left():
-    generations, engine = generate_from(*[says(503)] * 4, retries=1, patience_s=60.0)
-    assert [g.tokens.tolist() for g in generations] == [[5, 2], [5, 2]]
-    assert engine.paths().count("/generate") == 5
+    samples, engine = generate_from(*[says(503)] * 4, retries=1, patience_s=60.0)
+    assert [s.response_tokens.tolist() for s in samples] == [[5, 2], [5, 2]]
+    assert asked(engine).count("/generate") == 5
 
 
 def test_a_page_of_a_web_server_becomes_one_line_without_tags():

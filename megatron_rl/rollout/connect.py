@@ -1,0 +1,68 @@
+"""The engines of a run as the controller uses them: monitor, exchange and client, put together and taken apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from megatron_rl.config import Config, read_hf_config
+
+from .client import EngineClient, Limits
+from .endpoint import engine_logs
+from .exchange import HttpExchange
+from .replicas import ExpectedModel, Replicas
+from .session import open_session
+
+
+@asynccontextmanager
+async def connect(
+    urls: Sequence[str],
+    *,
+    vocab_size: int,
+    expected: ExpectedModel | None = None,
+    concurrency: int = 512,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    api_key: str | None = None,
+    weights_dir: Path | None = None,
+    logs: Mapping[str, Path] | None = None,
+) -> AsyncIterator[EngineClient]:
+    """A client for the replicas at `urls`, which are watched while the block runs; see `EngineClient`, `Replicas`."""
+    bare = [url.rstrip("/") for url in urls]
+    async with open_session(api_key) as session, HttpExchange(vocab_size, api_key) as exchange:
+        replicas = Replicas(bare, session, expected, weights_dir)
+        client = EngineClient(
+            exchange, replicas, vocab_size=vocab_size, concurrency=concurrency, limits=limits, logs=logs
+        )
+        watch = asyncio.create_task(replicas.run())
+        try:
+            async with client:
+                yield client
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+
+
+@asynccontextmanager
+async def connect_run(cfg: Config, urls: Sequence[str]) -> AsyncIterator[EngineClient]:
+    """`connect` as a run's configuration wants it."""
+    engine, rollout, hf = cfg.engine, cfg.rollout, read_hf_config(cfg.model.path)
+    async with connect(
+        urls,
+        vocab_size=hf.vocab_size,
+        expected=ExpectedModel(hf.vocab_size, hf.hidden_size, engine.routed_experts),
+        concurrency=rollout.concurrency,
+        limits=Limits(
+            segment_tokens=rollout.segment_tokens,
+            context_length=hf.max_position_embeddings,
+            request_timeout_s=rollout.request_timeout_s,
+            retries=rollout.retries,
+            patience_s=0.0 if engine.urls else engine.ready_timeout_s,
+        ),
+        api_key=engine.read_api_key(cfg.run_dir),
+        weights_dir=Path(cfg.run_dir) / "weights",
+        logs=engine_logs(cfg.run_dir, urls),
+    ) as client:
+        yield client

@@ -1,0 +1,98 @@
+"""One `/generate` request and its answer, over HTTP. Which replica is asked and what a failure means: `client.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Protocol
+
+import aiohttp
+
+from .protocol import (
+    EngineError,
+    Generation,
+    Prompt,
+    RequestExists,
+    TransportError,
+    generate_request,
+    parse_generations,
+)
+from .session import error_text, open_session
+
+ABORT_TIMEOUT_S = 5.0
+_JSON = {"Content-Type": "application/json"}
+
+
+class Exchange(Protocol):
+    """Sends one request: from this process, or through one of several others (`workers`)."""
+
+    async def generate(self, url: str, prompts: Sequence[Prompt]) -> list[Generation]:
+        """Answers in the order of `prompts`; waits as long as it takes. Cancelling closes the connection.
+
+        Raises:
+            TransportError: the connection failed, or HTTP 502 or 503.
+            ProtocolError, GenerationAborted: see `parse_generations`.
+            RequestExists: another request of this name is there.
+            EngineError: the engine refused; its message is carried.
+        """
+
+    async def abort(self, url: str, rids: Sequence[str]) -> None:
+        """Tell the engine to end these, id by id: SGLang ignores an id that no request has, even if it is the beginning
+        of some. Silent if it cannot be reached.
+        """
+
+
+class HttpExchange:
+    """From this process. Use as an async context manager.
+
+    Args:
+        vocab_size: token ids must be below it.
+        api_key: bearer token of the engines, if they want one.
+    """
+
+    def __init__(self, vocab_size: int, api_key: str | None = None) -> None:
+        self._vocab_size, self._api_key = vocab_size, api_key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> HttpExchange:
+        self._session = open_session(self._api_key)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, url: str, prompts: Sequence[Prompt]) -> list[Generation]:
+        """See `Exchange`."""
+        answer = await self._post(url, generate_request(prompts))
+        return parse_generations(answer, prompts, url=url, vocab_size=self._vocab_size)
+
+    async def _post(self, url: str, body: bytes) -> bytes:
+        assert self._session is not None, "HttpExchange is used outside `async with`"
+        try:
+            async with self._session.post(f"{url}/generate", data=body, headers=_JSON) as response:
+                answer = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise TransportError(f"engine {url}: /generate: {type(error).__name__}: {error}; is it running?") from error
+        if response.status == 200:
+            return answer
+        text = error_text(answer)
+        if response.status in (502, 503):
+            raise TransportError(f"engine {url}: /generate: HTTP {response.status}: {text}")
+        kind = RequestExists if "Duplicate request ID" in text else EngineError
+        raise kind(f"engine {url}: /generate refused with HTTP {response.status}: {text}")
+
+    async def abort(self, url: str, rids: Sequence[str]) -> None:
+        """See `Exchange`."""
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await asyncio.gather(*(self._abort_one(url, rid) for rid in rids))
+
+    async def _abort_one(self, url: str, rid: str) -> None:
+        assert self._session is not None
+        async with self._session.post(f"{url}/abort_request", json={"rid": rid}) as response:
+            await response.read()

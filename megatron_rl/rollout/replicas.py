@@ -1,0 +1,287 @@
+"""Which replicas serve, and why the others do not: watched, taken out, verified, put back. Requests are in `client.py`.
+
+    out (reason) --/ready, right model, published version, its checksum--> serving
+       ^___ connection failed | silent | wrong version | not updated ________|
+
+A replica that is up but holds other weights than the published ones is named in `needs_weights`, since nothing that is
+done here helps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from .protocol import parse_version
+from .router import Router
+from .session import error_text
+
+log = logging.getLogger(__name__)
+POLL_S = 1.0
+PROBE_TIMEOUT_S = 5.0
+SILENT_S = 30.0
+"""A replica that answers nothing for so long, not even /ready, is out. A busy one may take seconds."""
+CHECKSUM_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class ExpectedModel:
+    """What the run's model is like; a replica that says otherwise serves another one."""
+
+    vocab_size: int
+    hidden_size: int
+    routed_experts: bool = False
+    """Whether answers must say which experts each token was routed to."""
+
+
+@dataclass
+class Replica:
+    """What is known of one replica. `reason` is empty while it serves."""
+
+    url: str
+    reason: str = "not looked at yet"
+    needs_weights: bool = False
+    heard_at: float = 0.0
+
+    @property
+    def serving(self) -> bool:
+        """Whether it may get requests."""
+        return not self.reason
+
+
+class _Unfit(Exception):
+    """The replica answers and must not serve; the text says why."""
+
+
+class _NeedsWeights(_Unfit):
+    """It would serve with the published weights."""
+
+
+class Replicas:
+    """The monitor. `run` is its loop; without it nothing comes back.
+
+    Args:
+        urls: base URLs of all replicas.
+        session: with the engines' key.
+        expected: what they must serve; None = not checked.
+        weights_dir: where the run says what it has published, RUN/weights.
+        on_out: called with URL and reason when one is taken out: its requests must go elsewhere.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        session: aiohttp.ClientSession,
+        expected: ExpectedModel | None = None,
+        weights_dir: Path | None = None,
+        on_out: Callable[[str, str], None] = lambda url, reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.router = Router(urls)
+        self.router.serve([])
+        self.version: int | None = None
+        """What the engines were last said to hold; None before the first time."""
+        self.on_out = on_out
+        self._replicas = {url: Replica(url, heard_at=clock()) for url in urls}
+        self._session, self._expected, self._weights_dir, self._clock = session, expected, weights_dir, clock
+        self._changed = asyncio.Event()
+        self._look = asyncio.Event()
+
+    # ---- what is told to it
+
+    def publish(self, version: int, serving: Collection[str] | None) -> None:
+        """These replicas hold weights `version` (None: all that serve); others are out until they are seen to."""
+        self.version = version
+        held = None if serving is None else {url.rstrip("/") for url in serving}
+        for replica in self._replicas.values():
+            if held is None:
+                continue
+            if replica.url in held:
+                self._put_back(replica)
+            else:
+                self._take_out(replica, f"was not updated to weight version {version}")
+        self._look.set()
+
+    def failed(self, url: str, reason: str) -> None:
+        """A request met this; the replica is out until it is verified."""
+        self._take_out(self._replicas[url], reason)
+        self._look.set()
+
+    def heard_of(self, url: str) -> None:
+        """It has answered something."""
+        self._replicas[url].heard_at = self._clock()
+
+    # ---- what it tells
+
+    @property
+    def needs_weights(self) -> list[str]:
+        """Replicas that are up but hold other weights than the published ones."""
+        return [r.url for r in self._replicas.values() if r.needs_weights]
+
+    @property
+    def serving(self) -> list[str]:
+        """Replicas that may get requests."""
+        return [r.url for r in self._replicas.values() if r.serving]
+
+    @property
+    def states(self) -> Mapping[str, str]:
+        """By URL, why a replica is out; empty for one that serves."""
+        return {r.url: r.reason for r in self._replicas.values()}
+
+    async def wait_serving(self) -> None:
+        """Until one serves; the caller sets the deadline."""
+        while not self.serving:
+            self._changed.clear()
+            await self._changed.wait()
+
+    # ---- the loop
+
+    async def run(self) -> None:
+        """Look at all replicas, over and over."""
+        while True:
+            self._look.clear()
+            await asyncio.gather(*(self._check(replica) for replica in self._replicas.values()))
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._look.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(POLL_S / 10)  # a burst of failures is looked at once
+
+    async def _check(self, replica: Replica) -> None:
+        try:
+            await self._probe(replica.url)
+            self.heard_of(replica.url)
+            if replica.serving:
+                self.router.report(replica.url, await self._load(replica.url))
+            else:
+                await self._verify(replica)
+                self._put_back(replica)
+        except TimeoutError:
+            silent = self._clock() - replica.heard_at
+            if silent >= SILENT_S or not replica.serving:
+                self._take_out(replica, f"silent for {silent:.0f} s, /ready does not answer")
+        except aiohttp.ClientError as error:
+            self._take_out(replica, f"{type(error).__name__}: {error}")
+        except _NeedsWeights as error:
+            self._take_out(replica, str(error))
+            replica.needs_weights = True
+        except _Unfit as error:
+            self._take_out(replica, str(error))
+
+    async def _probe(self, url: str) -> None:
+        async with asyncio.timeout(PROBE_TIMEOUT_S), self._session.get(f"{url}/ready") as response:
+            body = await response.read()
+        if response.status != 200:
+            raise _Unfit(f"/ready says HTTP {response.status} {error_text(body)}".strip())
+
+    async def _load(self, url: str) -> int:
+        """Sequences that it has. Raises _Unfit when it does not say."""
+        answer = await self._get(url, "/v1/loads?include=core")
+        return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in answer.get("loads", ()))
+
+    async def _verify(self, replica: Replica) -> None:
+        """Model, version, checksum. Raises _Unfit."""
+        info = await self._get(replica.url, "/model_info")
+        if self._expected is not None:
+            require_model(info, self._expected)
+            if self._expected.routed_experts:
+                require_routed_experts(await self._get(replica.url, "/server_info"))
+        if self.version is None:
+            return
+        label = info.get("weight_version")
+        if _version(label) != self.version:
+            raise _NeedsWeights(f"holds weight version {label!r}, but {self.version} is published")
+        expected = self._published_checksum()
+        if expected is not None:
+            answer = await self._get(replica.url, "/weights_checker", {"action": "checksum"}, CHECKSUM_TIMEOUT_S)
+            if answer.get("per_engine_checksum") != expected:
+                raise _NeedsWeights(f"holds other weights than the published version {self.version}: wrong checksum")
+
+    def _published_checksum(self) -> str | None:
+        """That of RUN/weights/current.json, if it speaks of the published version."""
+        try:
+            current = json.loads((self._weights_dir / "current.json").read_text()) if self._weights_dir else {}
+        except (FileNotFoundError, ValueError):
+            return None
+        return current.get("checksum") if current.get("version") == self.version else None
+
+    async def _get(
+        self, url: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = PROBE_TIMEOUT_S
+    ) -> dict[str, Any]:
+        method = "GET" if body is None else "POST"
+        async with asyncio.timeout(timeout_s), self._session.request(method, url + path, json=body) as response:
+            answer = await response.read()
+        if response.status != 200:
+            raise _Unfit(f"{path} says HTTP {response.status}: {error_text(answer)}")
+        try:
+            value = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise _Unfit(f"{path} is not answered with a JSON object; is this an engine?")
+        return value
+
+    # ---- states
+
+    def _take_out(self, replica: Replica, reason: str) -> None:
+        was_serving, known = replica.serving, replica.reason == reason
+        replica.reason, replica.needs_weights = reason or "failed", False
+        if not known:
+            log.warning("engine %s is out: %s", replica.url, reason)
+        if was_serving:
+            self._serve()
+            self.on_out(replica.url, reason)
+
+    def _put_back(self, replica: Replica) -> None:
+        if not replica.serving:
+            log.info("engine %s serves (it was out: %s)", replica.url, replica.reason)
+        replica.reason, replica.needs_weights = "", False
+        self._serve()
+
+    def _serve(self) -> None:
+        self.router.serve(self.serving)
+        self._changed.set()
+
+
+def require_model(info: Mapping[str, Any], expected: ExpectedModel) -> None:
+    """Compare what /model_info tells, or the config.json of the directory that it names, with the run's model.
+
+    Servers name the directory only; one that cannot be read from here is taken at its word. Raises _Unfit.
+    """
+    facts = dict(info)
+    with suppress(OSError, ValueError):
+        facts |= json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
+    for name in ("vocab_size", "hidden_size"):
+        found, wanted = facts.get(name), getattr(expected, name)
+        if found is not None and found != wanted:
+            raise _Unfit(
+                f"serves another model: {name}={found} ({info.get('model_path')}), the run's model.path has {wanted}; "
+                "start it with the run's model"
+            )
+
+
+def require_routed_experts(server_info: Mapping[str, Any]) -> None:
+    """Without its flag SGLang ignores the wish for routes in silence. Raises _Unfit."""
+    if not server_info.get("enable_return_routed_experts"):
+        raise _Unfit(
+            "does not report routed experts, but engine.routed_experts=true asks for them; start it with "
+            "--enable-return-routed-experts, or set engine.routed_experts=false"
+        )
+
+
+def _version(label: Any) -> int | None:
+    try:
+        return parse_version(label)
+    except (TypeError, ValueError):
+        return None
