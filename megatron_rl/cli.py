@@ -184,6 +184,7 @@ def serve(
     logs: Annotated[Path, typer.Option(help="With --per-node: folder of the replicas' logs.")] = Path(),
     place: Annotated[int, typer.Option(help="How many of the run's replicas stand before this one on its node.")] = 0,
     node_rank: Annotated[int, typer.Option(help="Which of the replica's nodes this is.")] = 0,
+    staged: Annotated[Path | None, typer.Option(help="Folder with copies of the run's weights, in memory.")] = None,
 ) -> None:
     """Serve a model over SGLang's HTTP protocol."""
     from megatron_rl.cluster.bootstrap import child_environment
@@ -202,7 +203,7 @@ def serve(
     environ = child_environment(os.environ)  # a server that finds Slurm's variables takes itself for a rank
     try:
         if config is not None:
-            serve_replica(load_config(config), replica, host, port, environ, place, node_rank)
+            serve_replica(load_config(config), replica, host, port, environ, place, node_rank, staged)
         elif model is not None:
             key = None if api_key_file is None else read_key(api_key_file, "--api-key-file")
             serve_model(engine, model, host, port, dtype, key, python, environ)

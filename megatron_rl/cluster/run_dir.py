@@ -48,6 +48,11 @@ class RunDir:
         return self.path / "weights"
 
     @property
+    def staged(self) -> Path:
+        """What trainer and engine nodes tell each other about copies of weights in memory."""
+        return self.weights / "staged"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -76,8 +81,9 @@ class RunDir:
         with self._writable():
             for folder in (self.path, self.endpoints, self.weights, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            for stale in [*self.endpoints.glob("*.json"), self.weights / "current.json", self.path / "result.json"]:
-                stale.unlink(missing_ok=True)
+            stale = [*self.endpoints.glob("*.json"), *self.staged.glob("*.json")]
+            for path in [*stale, self.weights / "current.json", self.path / "result.json"]:
+                path.unlink(missing_ok=True)
             write_atomic(self.path / KEY_FILE, secrets.token_hex(32), mode=0o600)
 
     def write_config(self, text: str) -> None:

@@ -29,16 +29,24 @@ from .sglang_install import find_python
 
 
 def serve_replica(
-    cfg: Config, replica: int, host: str, port: int, environ: Mapping[str, str], place: int = 0, node_rank: int = 0
+    cfg: Config,
+    replica: int,
+    host: str,
+    port: int,
+    environ: Mapping[str, str],
+    place: int = 0,
+    node_rank: int = 0,
+    staged: Path | None = None,
 ) -> None:
     """Serve replica number `replica` of a run, as `engine.kind` says; see `serve_embedded` and `serve_sglang`.
 
-    `place`: its number among the replicas of this node; `node_rank`: which of its own nodes this is.
+    `place`: its number among the replicas of this node; `node_rank`: which of its own nodes this is; `staged`: folder
+    with copies of version directories, see `weights.current`.
     """
     if cfg.engine.kind == "sglang":
-        serve_sglang(sglang_from_config(cfg, replica, host, port, place, node_rank), environ)
+        serve_sglang(sglang_from_config(cfg, replica, host, port, place, node_rank, staged), environ)
     else:
-        serve_embedded(options_from_config(cfg, replica, port, host))
+        serve_embedded(options_from_config(cfg, replica, port, host, staged))
 
 
 def serve_model(
@@ -78,14 +86,16 @@ def serve_embedded(options: EmbeddedOptions) -> None:
         sys.exit(1)
 
 
-def options_from_config(cfg: Config, replica: int, port: int, host: str = "127.0.0.1") -> EmbeddedOptions:
+def options_from_config(
+    cfg: Config, replica: int, port: int, host: str = "127.0.0.1", staged: Path | None = None
+) -> EmbeddedOptions:
     """The options of replica number `replica` of a run: with the weights that the run has published, if it has any.
 
     `port` is reserved by the engine's supervisor.
     """
     dtype = cfg.model.dtype if cfg.engine.dtype == "model" else cfg.engine.dtype
     run_dir = Path(cfg.run_dir).absolute()
-    weights = current(run_dir / "weights") or CurrentWeights(0, cfg.model.path)
+    weights = current(run_dir / "weights", staged) or CurrentWeights(0, cfg.model.path)
     return EmbeddedOptions(
         model=weights.path,
         host=host,

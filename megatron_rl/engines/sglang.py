@@ -37,11 +37,17 @@ WARM_UP_TOKENS = 128
 
 
 def sglang_from_config(
-    cfg: Config, replica: int, host: str, port: int, place: int = 0, node_rank: int = 0
+    cfg: Config,
+    replica: int,
+    host: str,
+    port: int,
+    place: int = 0,
+    node_rank: int = 0,
+    staged: Path | None = None,
 ) -> SglangOptions:
     """The options of replica number `replica` of a run: with the weights that the run has published, if it has any."""
     e, run_dir = cfg.engine, Path(cfg.run_dir).absolute()
-    weights = current(run_dir / "weights") or CurrentWeights(0, cfg.model.path)
+    weights = current(run_dir / "weights", staged) or CurrentWeights(0, cfg.model.path)
     longest = e.context_length or cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
     return SglangOptions(
         model=str(Path(weights.path).absolute()),
@@ -63,6 +69,7 @@ def sglang_from_config(
         routed_experts=e.routed_experts,
         seed=cfg.seed + replica,
         first_device=place * e.tp * e.dp,
+        shares_devices=cfg.cluster.placement == "colocated",
         nodes=e.nodes_per_replica,
         node_rank=node_rank,
         head_file=str(run_dir / "endpoints" / f"head-{replica}.json"),

@@ -53,6 +53,8 @@ class SglangOptions:
     seed: int | None = None
     first_device: int = 0
     """Number of its first GPU on this node."""
+    shares_devices: bool = False
+    """Be able to give up device memory while a trainer uses it."""
     nodes: int = 1
     node_rank: int = 0
     head_file: str = ""
@@ -87,6 +89,8 @@ def command_line(
         words += ["--mem-fraction-static", str(options.memory_fraction)]
     if options.first_device:
         words += ["--base-gpu-id", str(options.first_device)]
+    if options.shares_devices and not installed.for_cpu:
+        words += ["--enable-memory-saver"]
     if options.context_length is not None:
         words += ["--context-length", str(options.context_length)]
     if options.seed is not None:

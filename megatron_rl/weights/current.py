@@ -8,7 +8,7 @@ Hugging Face model, so nothing else is needed to bring an engine up to date.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_rl.files import write_atomic
@@ -36,9 +36,14 @@ def announce(weights_dir: Path, weights: CurrentWeights) -> None:
     write_atomic(weights_dir / FILE_NAME, json.dumps(asdict(weights)))
 
 
-def current(weights_dir: Path) -> CurrentWeights | None:
-    """The record, None before the first version was published."""
+def current(weights_dir: Path, staged: Path | None = None) -> CurrentWeights | None:
+    """The record, None before the first version was published.
+
+    With the path of a copy where there is one: `staged` is a folder with copies of version directories.
+    """
     try:
-        return CurrentWeights(**json.loads((weights_dir / FILE_NAME).read_text()))
+        found = CurrentWeights(**json.loads((weights_dir / FILE_NAME).read_text()))
     except FileNotFoundError:
         return None
+    copy = staged / Path(found.path).name if staged else None
+    return replace(found, path=str(copy)) if copy is not None and copy.is_dir() else found
