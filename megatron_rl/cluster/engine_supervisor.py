@@ -242,7 +242,7 @@ def _supervise_replicas(
             stack.enter_context(carry_out_requests(stage, run, Report(node, [*replicas]), name))
             staged = ["--staged", str(stage.folder)]
         engines = []
-        for place, replica in enumerate(replicas, replicas[0] if logs is None else 0):
+        for place, replica in enumerate(replicas):
             port = stack.enter_context(reserved_port(host, cfg.engine.kind == "sglang")).getsockname()[1]
             argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--unsupervised"]
             argv += ["--replica", str(replica), "--place", str(place), "--node-rank", str(node_rank), *staged]

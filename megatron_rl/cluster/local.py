@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_rl.config import Config, dump
 
 from .bootstrap import child_environment
+from .devices import VISIBLE, engine_devices, visible_devices
 from .processes import EXIT_RESUMABLE, Role, start, stop
 from .resume import Resume, require_same_run
 from .run_dir import RunDir
@@ -78,9 +79,10 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
     env = _environment()
     python = [sys.executable, "-m"]
     if not cfg.engine.urls:
-        for replica in range(cfg.engine.replicas):
+        for replica, devices in enumerate(engine_devices(cfg, visible_devices(env))):
             argv = [*python, "megatron_rl.cli", "serve", "--config", str(run.config), "--replica", str(replica)]
-            roles.append(start("engine", replica, argv, env, run.log("engine", replica), lock=lock))
+            own = {**env, VISIBLE: ",".join(devices)} if devices else env
+            roles.append(start("engine", replica, argv, own, run.log("engine", replica), lock=lock))
     argv = [*python, "megatron_rl.cli", "rollout", "--config", str(run.config)]
     roles.append(start("controller", 0, argv, env, run.log("controller", 0), lock=lock))
     launch = {LAUNCH: uuid.uuid4().hex}
@@ -105,9 +107,13 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment, as if nothing had launched it; one thread per process: the ranks fill the cores."""
+    """The caller's environment, as if nothing had launched it; one thread per process: the ranks fill the cores.
+
+    CUDA numbers devices as the driver does, so that `devices.py` means the same ones.
+    """
     environ = child_environment(os.environ)
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **environ, "PYTHONUNBUFFERED": "1"}
+    ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {**ours, **environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float) -> int:

@@ -28,7 +28,7 @@ class ClusterConfig(Section):
     """Restarts longer ago do not count."""
 
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """Slurm: engines on nodes of their own, or on the trainer's nodes."""
+    """Engines on GPUs (Slurm: nodes) of their own, or on those of the trainer, which then take turns."""
     trainer_nodes: int | None = Field(None, ge=1)
     """Slurm: nodes of the trainer; null = as many as parallel.world_size needs at ranks_per_node."""
     ranks_per_node: int | None = Field(None, ge=1)

@@ -52,6 +52,7 @@ def test_the_command_line_says_what_was_chosen_and_nothing_else() -> None:
         ({"routed_experts": True}, "--enable-return-routed-experts"),
         ({"seed": 7}, "--random-seed 7"),
         ({"first_device": 4}, "--base-gpu-id 4"),
+        ({"shares_devices": True}, "--enable-memory-saver"),
         ({"weight_version": "12"}, "--weight-version 12"),
     ],
 )
