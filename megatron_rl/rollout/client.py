@@ -167,9 +167,9 @@ class EngineClient:
                 await asyncio.sleep(EXISTS_PAUSE_S)
             except TransportError as error:
                 self.transport_errors += 1
+                log.info("%s; what is missing is generated elsewhere or later", error)
                 if not run.suspended:
                     jobs[0].fail(error)
-                    log.warning("%s; the segment is generated elsewhere or later", error)
             else:
                 for job, answer in zip(jobs, answers, strict=True):
                     job.take(answer, run.suspended)

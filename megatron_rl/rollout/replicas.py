@@ -114,8 +114,9 @@ class Replicas:
 
     def failed(self, url: str, reason: str) -> None:
         """A request met this; the replica is out until it is verified."""
-        self._take_out(self._replicas[url], reason)
-        self._look.set()
+        if self._replicas[url].serving:  # else the reason is known: later failures follow from it
+            self._take_out(self._replicas[url], reason)
+            self._look.set()
 
     def heard_of(self, url: str) -> None:
         """It has answered something."""

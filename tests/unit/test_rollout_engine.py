@@ -258,7 +258,7 @@ def test_groups_that_were_aborted_are_sampled_anew_and_none_is_trained_on_twice(
 
 def test_tokens_of_older_weights_fail_the_step_and_name_the_engine(engine, model, tmp_path):
     EngineControl([engine], timeout_s=60).update_from_disk(model, 0)
-    cfg = config(tmp_path, model, [engine])
+    cfg = config(tmp_path, model, [engine], rollout={"request_timeout_s": 1})
     with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
         client.set_weights_version(0)
         client.wait_ready(0, timeout_s=120)
@@ -267,7 +267,7 @@ def test_tokens_of_older_weights_fail_the_step_and_name_the_engine(engine, model
         with pytest.raises(ControllerError) as caught:
             client.wait_ready(1, timeout_s=120)
     assert engine in str(caught.value)
-    assert "was sampled by weight version 0, but this step needs 1 or newer" in str(caught.value)
+    assert "holds weight version '0', but 1 is published" in str(caught.value)
 
 
 def test_the_process_serves_until_it_is_asked_to_end_and_removes_its_address(engine, model, tmp_path):
