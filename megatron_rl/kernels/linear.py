@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from . import backend
-from .checks import check_ids, check_rows, live_inverse
+from .checks import check_ids, check_rows, check_starts, live_inverse
 from .chunks import cut
 from .linear_pass import LinearPass, LiveRows, Objective
 from .shard import Shard
@@ -87,13 +87,15 @@ def linear_policy_loss(
         logprob_backend: `te` uses Transformer Engine's parallel cross entropy (CUDA only, no entropy).
 
     Raises:
-        ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive, or an entropy is
-            asked of `te`.
+        ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive or too near to 0,
+            sequence_starts leave rows out, or an entropy is asked of `te`.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
     rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel, chunk_tokens)
     if main_grad is not None:
         _check_buffer(main_grad, weight)
+    if sequence_starts is not None:
+        check_starts(sequence_starts, target.shape[0])
     if logprob_backend == "te" and with_entropy:
         raise ValueError("logprob_backend='te' has no entropy: ask for none, or use 'auto'")
     chunks = cut(rows.index, target.shape[0], chunk_tokens, sequence_starts, equal_cuts)

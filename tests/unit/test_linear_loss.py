@@ -354,7 +354,16 @@ def test_a_whole_sequence_ratio_does_not_depend_on_the_chunk():
         ({"weight": torch.zeros(28, 12)}, "of one dtype"),
         ({"temperature": torch.ones(36)}, r"temperature \(36,\)"),
         ({"temperature": 0.0}, "temperature=0.0: it must be greater than 0"),
+        ({"temperature": 1e-40}, r"temperature=1e-40: it must be greater than 2.9e-39, to divide float32 by it"),
         ({"temperature": torch.full((37,), -1.0)}, r"temperature=-1.0 at a live token"),
+        (
+            {"temperature": torch.full((37,), 1e-40)},
+            r"temperature=.*e-4. at a live token: it must be greater than 2.9e-3",
+        ),
+        ({"sequence_starts": []}, "sequence_starts is empty: the first sequence begins at row 0"),
+        ({"sequence_starts": [3, 9]}, "sequence_starts begins with 3: the first sequence begins at row 0, else rows"),
+        ({"sequence_starts": [0, 9, 7]}, r"sequence_starts: 0, 9, 7 \(of 37 rows\) must ascend"),
+        ({"sequence_starts": [0, 9, 38]}, r"sequence_starts: 9, 38, 37 \(of 37 rows\) must ascend"),
         ({"vocab_size": 29}, "vocab_size=29"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
         ({"main_grad": torch.zeros(27, 12, dtype=torch.float64)}, r"main_grad .*\(27, 12\)"),
@@ -369,3 +378,13 @@ def test_what_cannot_be_meant_is_refused_with_its_value(change, message):
     options |= {name: value for name, value in change.items() if name not in sides}
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(*sides.values(), **options)
+
+
+def test_a_sequence_without_rows_and_the_least_temperature_are_no_mistakes():
+    case = make_case(0)
+    found = fused(case, chunk_tokens=8, sequence_starts=[0, 9, 9, 37])
+    assert_equal(found, naive(case), TOLERANCE[torch.float64])
+    flat = make_case(0, dtype=torch.float32)
+    flat.hidden.zero_()
+    cold, warm = (fused(flat, temperature=temperature).log_probs for temperature in (3e-39, 1.0))
+    assert torch.equal(cold, warm)  # no logit differs from another
