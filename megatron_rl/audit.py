@@ -48,4 +48,6 @@ def cursor_of(cfg: Config, prompts: Prompts, books: dict[str, Any] | None = None
 def saved_books(folder: Path) -> dict[str, Any]:
     """What the controller knew of its prompts when the checkpoint in `folder` was written."""
     _, metadata = decode(checkpoint.read_extra(folder)["controller"])
-    return metadata["state"]["pool"] | {"finished": [group["id"] for group in metadata["groups"]]}
+    books = metadata["state"]["pool"]
+    unfinished = books.get("partial", ())  # those are among the waiting
+    return books | {"finished": [g["id"] for g in metadata["groups"] if g["id"] not in unfinished]}

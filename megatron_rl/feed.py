@@ -52,6 +52,22 @@ class RolloutFeed:
 
         return self._zero.run(f"rollouts of step {step}", poll, timeout + self._timeout_s)
 
+    def may_update(self, version: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> None:
+        """Until the engines may be given weights `version`, or `interrupted()` on rank 0.
+
+        Raises on every rank what the controller reports, unless it is `excused()`.
+        """
+        timeout = self._cfg.rollout.step_timeout_s
+
+        def poll() -> None:
+            try:
+                self._client.wait_update(version, timeout, interrupted)
+            except ControllerError:
+                if not excused():
+                    raise
+
+        self._zero.run(f"engines free for weights {version}", poll, timeout + self._timeout_s)
+
     def pull(self, step: int) -> tuple[RolloutTable, list[LocalUpdate]]:
         """The step's table, and this rank's share of each update."""
         table = RolloutTable.from_bytes(self._share(lambda: self._client.table_bytes(step)))

@@ -277,6 +277,13 @@ class Session:
         if not self.rollouts.wait(step, self._is_terminated, self._stop_arrives):
             raise StopRequested
 
+    def wait_for_engines(self, version: int) -> None:
+        """Until the engines may be given weights `version`; a signal to end comes first: then as they are.
+
+        The weights are trained already, so this step is completed, whatever comes.
+        """
+        self.rollouts.may_update(version, self._is_terminated, self._stop_arrives)
+
     def finish(self, step: int) -> None:
         """Write the result and the report; the run is complete (or was asked to stop and has saved itself)."""
         if self._recorder:

@@ -5,8 +5,9 @@
     finish       last checkpoint, result, report
 
 What each line waits for: `wait` for the controller to have `rollout.groups_per_step` groups (polling, never inside a
-collective); `pull` for the data-parallel leader's HTTP answer; `train_step` for the other trainer ranks; `publish` for
-every engine to hold the new weights. The controller goes on with step k + 1 as soon as `start` has named its weights.
+collective); `pull` for the data-parallel leader's HTTP answer; `train_step` for the other trainer ranks;
+`wait_for_engines` for what must be generated with the old weights (`rollout.mode`); `publish` for every engine to hold
+the new ones. The controller goes on with step k + 1 as soon as `start` has named its weights.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def rl_step(s: Session, step: int) -> None:
             updates = s.add_targets(table, updates)
             s.policy.set_learning_rate(s.learning_rate(step))
             results = [s.policy.train_step(update.batch, update.plan, spec) for update in updates]
+        with timer.phase("generate"):
+            s.wait_for_engines(step + 1)
         with timer.phase("weights"):
             s.publish(step + 1)
         s.rollouts.done(step, s.gaps(table, updates))

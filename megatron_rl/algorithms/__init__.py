@@ -4,6 +4,7 @@ Nothing here communicates, reads files or holds state. Importing this package im
 rollout controller uses `shaping`, `dynamic` and `evaluation`, which never need torch; import the module that you need.
 
     shaping, dynamic     rewards and groups, where samples are made                         (plain Python)
+    staleness            weight versions of tokens -> which leave the loss                  (numpy)
     advantages           rewards -> one advantage a sample                                  (numpy)
     normalisation        token counts -> one weight a sample                                (numpy)
     losses, kl, spec     log-probs, advantages, weights -> the loss of one micro-batch      (torch)

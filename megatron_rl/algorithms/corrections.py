@@ -7,7 +7,7 @@
     seq_mis    a whole sequence is rejected when its geometric-mean ρ lies outside its bounds
 
 A factor multiplies loss and KL; a rejection sets the weight to 0. The sums of `seq_mis` use the mask before rejection.
-Which tokens are stale is decided here too (`stale_tokens`, `off_policy_tokens`), from the weight version of each token.
+Which tokens are too old to be in the loss at all is decided in `staleness`.
 """
 
 from __future__ import annotations
@@ -55,16 +55,3 @@ def correct(log_rho: Tensor, spec: LossSpec, mean_log_rho: Tensor | None = None)
         raise ValueError("seq_mis compares whole sequences: pass `sequences` to policy_loss")
     whole, (low, high) = safe_exp(mean_log_rho), spec.sequence_bounds
     return Correction(factor, outside, (whole < low) | (whole > high))
-
-
-def stale_tokens(versions: Tensor, newest: int, max_staleness: int) -> Tensor:
-    """bool [T]: tokens whose weight version is more than `max_staleness` published versions behind `newest`.
-
-    They are to leave the mask before anything is counted (`mask_stale_tokens`).
-    """
-    return newest - versions > max_staleness
-
-
-def off_policy_tokens(versions: Tensor, newest: int) -> Tensor:
-    """bool [T]: tokens that were not sampled with the `newest` published version (`mask_off_policy_tokens`)."""
-    return versions != newest

@@ -6,15 +6,15 @@
     trainer leaders <--table, samples-- [server] <--batch k-- [step loop] <--done k-- trainer rank 0
     trainer rank 0  --POST eval------->  [eval loop] --/generate, score--> engines, reward workers
 
-step loop    consumes a published version k, then prompts in cursor order
-             waits for the trainer's POST /v1/weights; groups_per_step usable groups (rollout.step_timeout_s); the
-                       trainer's POST /v1/step/k/done
+step loop    consumes prompts: those of suspended groups first, then given back ones, then in cursor order
+             waits for the trainer's POST /v1/weights k (async: once); groups_per_step usable groups for batch k
+                       (rollout.step_timeout_s); the trainer's POST /v1/step/k/done
              unblocked by those two requests, and by every group task that ends
-             produces batch k; the dump of step k; free slots
-group task   consumes one prompt
-             waits for room at the gate; one engine's answer (rollout.request_timeout_s); verifiers (reward.timeout_s)
-             unblocked by the same, or cancelled by the step loop, which tells the engine
-             produces one judged group, or an error that fails the step
+             produces batch k; the dump of step k; free slots; whether the engines may be updated (GET /v1/update/k+1)
+group task   consumes one prompt, or a suspended group
+             waits for room at the gate; engines' answers (rollout.request_timeout_s); verifiers (reward.timeout_s)
+             unblocked by the same; suspended or cancelled by the step loop, which tells the engine
+             produces one judged group, a suspended one, or an error that fails the step
 eval loop    consumes queued evaluations, one after the other
              waits for POST /v1/eval; all groups of the evaluation (rollout.step_timeout_s)
              unblocked by those
@@ -35,24 +35,26 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from megatron_rl.config import Config, ConfigError, read_hf_config
+from megatron_rl.config import Config, ConfigError
 from megatron_rl.data import DataError, PromptCursor, PromptDataset, PromptRecord, PromptTokenizer, fit_to_length
 from megatron_rl.monitor.logs import setup_logging
 from megatron_rl.rewards import RewardError, RewardPool
 from megatron_rl.rewards.registry import required_keys
 
 from .client import EngineClient
+from .connect import connect_run
 from .dump import remove_dumps_from, rollout_file, write_dump
-from .endpoint import Endpoint, engine_logs, engine_urls, publish
+from .endpoint import Endpoint, engine_urls, publish
 from .evaluation import Evaluator
 from .generate import GroupMaker
 from .ledger import Entry, Ledger
-from .pool import GroupPool, capacity_of
+from .pace import Pace
+from .pool import GroupPool
 from .sample import Sample
 from .scheduler import Scheduler
 from .scoring import Verifiers
@@ -60,8 +62,6 @@ from .server import build_app
 from .wire import Gaps, RolloutTable, decode, encode, pack_groups, require_gaps, unpack_groups
 
 log = logging.getLogger(__name__)
-MAX_STALENESS = 0
-"""Synchronous: a batch is sampled by the newest weights only."""
 GRACE_S = 10.0
 """How long answers may take to be written after the end was asked for."""
 
@@ -92,10 +92,10 @@ class Controller:
     def __init__(self, cfg: Config, prompts: Prompts, client: EngineClient, verifiers: Verifiers) -> None:
         self._cfg, self._prompts, self._client = cfg, prompts, client
         cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
-        capacity = capacity_of(cfg.rollout.groups_per_step, cfg.rollout.oversample, MAX_STALENESS)
-        pool = GroupPool(cursor, capacity, drops_uninformative=cfg.rollout.dynamic_sampling == "refill")
+        pace = Pace.of(cfg)
+        pool = GroupPool(cursor, pace.capacity, drops_uninformative=pace.refill)
         maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers)
-        self.scheduler = Scheduler(cfg, pool, maker.make, MAX_STALENESS)
+        self.scheduler = Scheduler(cfg, pool, maker)
         self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers)
         self._ledger = Ledger(cfg.run_dir)
         self._tables: dict[int, RolloutTable] = {}
@@ -107,6 +107,15 @@ class Controller:
         finally:
             self.scheduler.stop()
 
+    def publish(self, version: int, serving: Collection[str] | None, start: bool) -> None:
+        """The engines at `serving` hold weights `version` (None: all that serve); `start`: its step may be sampled now.
+
+        Raises StepConflict for a version that does not fit the step.
+        """
+        if start:
+            self.scheduler.publish(version)
+        self._client.replicas.publish(version, serving)
+
     def step_status(self, step: int) -> dict[str, Any]:
         """Answer of GET /v1/step/{k}; steps that are not yet or no longer sampled have no progress."""
         progress = self.scheduler.progress
@@ -115,6 +124,11 @@ class Controller:
         if step > progress.step and progress.status not in ("failed", "stopped"):
             return {"status": "waiting", "progress": {}, "message": f"the controller is at step {progress.step}"}
         return {"status": progress.status, "progress": self.scheduler.counts(), "message": progress.message}
+
+    def update_status(self, version: int) -> dict[str, Any]:
+        """Answer of GET /v1/update/{version}. Raises StepConflict while the batch before it is not there."""
+        status, message = self.scheduler.update_status(version)
+        return {"status": status, "message": message}
 
     def table(self, step: int) -> RolloutTable:
         """One row per sample of a ready step. Raises StepConflict while it is not ready."""
@@ -203,22 +217,11 @@ async def _until_signal(cfg: Config, host: str, outlive_term: bool) -> None:
 async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
     """Load, bind, publish, run the loops until `shutdown` is set, and clean up whatever ends them."""
     prompts = Prompts(cfg)
-    engine, rollout = cfg.engine, cfg.rollout
     try:
-        urls = engine.urls or await _urls_of_own_engines(cfg, shutdown)
+        urls = cfg.engine.urls or await _urls_of_own_engines(cfg, shutdown)
     except _ShutDown:
         return
-    client = EngineClient(
-        urls,
-        vocab_size=read_hf_config(cfg.model.path).vocab_size,
-        concurrency=rollout.concurrency,
-        request_timeout_s=rollout.request_timeout_s,
-        retries=rollout.retries,
-        patience_s=0.0 if engine.urls else engine.ready_timeout_s,
-        api_key=engine.read_api_key(cfg.run_dir),
-        logs=engine_logs(cfg.run_dir, urls),
-    )
-    async with client, RewardPool(cfg.reward) as verifiers:
+    async with connect_run(cfg, urls) as client, RewardPool(cfg.reward) as verifiers:
         controller = Controller(cfg, prompts, client, verifiers)
         log.info("%d prompts, %d rejected as too long; engines %s", len(prompts.train), prompts.rejected, urls)
         await _serve_http(cfg, controller, host, shutdown)

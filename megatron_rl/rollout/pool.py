@@ -1,11 +1,14 @@
 """Which groups are alive, and what became of every prompt drawn: admission and the ledger. Nothing waits or sends here.
 
     waiting --admit--> in flight --finish--> finished --retire--> trained | filtered
-       ^______________________give_back___________|
+       ^ ^___resume____^ |  |                    |
+       | '-----suspend---'  |                    |
+       '----give_back-------'--------------------'
 
 At most `capacity` groups are alive, and a slot is freed only when its group was trained, dropped or given back: this
-bounds how old a sample can be when it is trained on, by construction. A group's id is the number of its prompt's draw
-in the run, so ids are stable over restarts and each appears once along a run's lineage.
+bounds how old a sample can be when it is trained on, by construction. A suspended group is a waiting prompt with what
+was generated for it so far (its partial); it keeps its slot. A group's id is the number of its prompt's draw in the
+run, so ids are stable over restarts and each appears once along a run's lineage.
 """
 
 from __future__ import annotations
@@ -50,8 +53,10 @@ class GroupPool:
         self.cursor, self.capacity = cursor, capacity
         self._drops_uninformative = drops_uninformative
         self._waiting: list[int] = []
+        self.partials: dict[int, Group] = {}
         self.in_flight: set[int] = set()
         self.finished: dict[int, Group] = {}
+        self._usable: set[int] = set()
         self._trained = self._filtered = 0
 
     def usable(self, group: Group) -> bool:
@@ -61,12 +66,12 @@ class GroupPool:
     @property
     def usable_count(self) -> int:
         """Finished groups that may be part of a batch."""
-        return sum(self.usable(group) for group in self.finished.values())
+        return len(self._usable)
 
     @property
     def alive(self) -> int:
         """Slots taken."""
-        return len(self.in_flight) + self.usable_count
+        return len(self.in_flight) + len(self.partials) + self.usable_count
 
     @property
     def ledger(self) -> dict[str, int]:
@@ -75,7 +80,7 @@ class GroupPool:
             "drawn": self.cursor.drawn,
             "trained": self._trained,
             "filtered": self._filtered,
-            "waiting": len(self._waiting),
+            "waiting": len(self._waiting) + len(self.partials),
             "in_flight": len(self.in_flight),
             "finished": len(self.finished),
         }
@@ -92,28 +97,50 @@ class GroupPool:
         self.in_flight.add(group_id)
         return group_id
 
+    def resume(self) -> Group | None:
+        """Take the suspended group with the oldest tokens to work again; None without one."""
+        if not self.partials:
+            return None
+        group = min(self.partials.values(), key=lambda g: (g.version_first, g.id))
+        del self.partials[group.id]
+        self.in_flight.add(group.id)
+        return group
+
     def finish(self, group: Group) -> None:
         """All samples of the group are generated and scored."""
         self.in_flight.remove(group.id)
+        self._keep(group)
+
+    def _keep(self, group: Group) -> None:
         self.finished[group.id] = group
+        if self.usable(group):
+            self._usable.add(group.id)
+
+    def suspend(self, group: Group) -> None:
+        """The group was stopped; what it has is kept for `resume`."""
+        self.in_flight.remove(group.id)
+        self.partials[group.id] = group
 
     def give_back(self, ids: Iterable[int]) -> None:
         """These prompts wait again; what was generated for them is dropped."""
         for group_id in ids:
-            if self.finished.pop(group_id, None) is None:
+            if self.finished.pop(group_id, None) is None and self.partials.pop(group_id, None) is None:
                 self.in_flight.remove(group_id)
+            self._usable.discard(group_id)
             heapq.heappush(self._waiting, group_id)
 
-    def expire(self, oldest_version: int) -> list[int]:
-        """Give back finished groups with tokens from older weights; returns their ids."""
-        stale = [group.id for group in self.finished.values() if group.version_first < oldest_version]
-        self.give_back(stale)
+    def expire(self, oldest_version: int, but: Collection[int] = ()) -> list[Group]:
+        """Give back finished and suspended groups, `but` these, with tokens from older weights; returns them."""
+        alive = [*self.finished.values(), *self.partials.values()]
+        stale = [group for group in alive if group.version_first < oldest_version and group.id not in but]
+        self.give_back(group.id for group in stale)
         return stale
 
     def retire(self, trained: Collection[int], filtered: Collection[int]) -> None:
         """These groups are done with."""
         for group_id in (*trained, *filtered):
             del self.finished[group_id]
+            self._usable.discard(group_id)
         self._trained += len(trained)
         self._filtered += len(filtered)
 
@@ -121,22 +148,32 @@ class GroupPool:
         """Position in the dataset of the group's prompt."""
         return self.cursor.index_at(group_id)
 
-    def state_dict(self) -> tuple[dict[str, Any], list[Group]]:
-        """JSON-able books, and the finished groups. What is in flight will be generated anew."""
+    def state_dict(self, at_work: Iterable[Group] = ()) -> tuple[dict[str, Any], list[Group]]:
+        """JSON-able books, and the finished and suspended groups.
+
+        Of what is in flight, the groups `at_work` are kept with what they have; the others will be generated anew.
+        """
+        partials = [*self.partials.values(), *at_work]
         books = {
             "cursor": dict(self.cursor.state_dict()),
-            "waiting": sorted([*self._waiting, *self.in_flight]),
+            "waiting": sorted([*self._waiting, *self.partials, *self.in_flight]),
+            "partial": [group.id for group in partials],
             "trained": self._trained,
             "filtered": self._filtered,
         }
-        return books, list(self.finished.values())
+        return books, [*self.finished.values(), *partials]
 
-    def load_state_dict(self, books: Mapping[str, Any], finished: Sequence[Group]) -> None:
+    def load_state_dict(self, books: Mapping[str, Any], groups: Sequence[Group]) -> None:
         """Go on from a saved state. Raises DataError when it belongs to other prompts or another order."""
         self.cursor.load_state_dict(books["cursor"])
-        self._waiting = sorted(books["waiting"])
+        partial = set(books.get("partial", ()))
+        self._waiting = sorted(set(books["waiting"]) - partial)
+        self.partials = {group.id: group for group in groups if group.id in partial}
         self.in_flight = set()
-        self.finished = {group.id: group for group in finished}
+        self.finished, self._usable = {}, set()
+        for group in groups:
+            if group.id not in partial:
+                self._keep(group)
         self._trained, self._filtered = books["trained"], books["filtered"]
 
 
@@ -151,11 +188,11 @@ class Choice:
 def choose(usable: Mapping[int, bool], in_flight: Collection[int], needed: int, in_order: bool) -> Choice | None:
     """The batch of `needed` usable groups, or None while it is not decided.
 
-    `usable` maps finished ids, in the order they finished, to whether they may be in a batch.
+    `usable` maps finished ids, in the order in which they are to be used, to whether they may be in a batch.
 
-    In order of finish, the first `needed` usable ones are taken: no waiting for stragglers, but short responses finish
-    first and are favoured. `in_order` takes the smallest ids and waits for every smaller id still in flight: what is
-    chosen, and what counts as filtered, then does not depend on timing.
+    Without `in_order`, the first `needed` usable ones are taken: no waiting for stragglers, but where those are given
+    back, short responses are favoured. `in_order` takes the smallest ids and waits for every smaller id still in
+    flight: what is chosen, and what counts as filtered, then does not depend on timing.
 
     >>> choose({2: True, 0: False}, in_flight={1}, needed=1, in_order=False)
     Choice(batch=[2], filtered=[0])
@@ -175,26 +212,3 @@ def choose(usable: Mapping[int, bool], in_flight: Collection[int], needed: int, 
             break
         (batch if usable[group_id] else filtered).append(group_id)
     return Choice(batch, filtered) if len(batch) == needed else None
-
-
-def groups_to_start(
-    *, needed: int, usable: int, finished: int, in_flight: int, capacity: int, oversample: float, refill: bool
-) -> int:
-    """How many further groups to start now.
-
-    Without refill, exactly the missing ones. With refill, enough that `oversample` times the missing ones are expected
-    to be usable at the rate seen so far, within the free slots.
-
-    >>> groups_to_start(needed=8, usable=0, finished=0, in_flight=0, capacity=12, oversample=1.5, refill=True)
-    12
-    >>> groups_to_start(needed=8, usable=6, finished=12, in_flight=0, capacity=12, oversample=1.0, refill=True)
-    4
-    """
-    missing = needed - usable
-    if missing <= 0:
-        return 0
-    if not refill:
-        return max(0, missing - in_flight)
-    rate = max(usable, 1) / max(finished, 1)
-    wanted = math.ceil(oversample * missing / rate)
-    return max(0, min(wanted - in_flight, capacity - usable - in_flight))

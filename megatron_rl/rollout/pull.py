@@ -58,9 +58,22 @@ class ControllerClient:
 
     # ---- steps
 
-    def set_weights_version(self, version: int) -> None:
-        """The engines hold weights `version`: step `version` may be sampled."""
-        self._post("/v1/weights", {"version": version})
+    def set_weights_version(self, version: int, serving: Sequence[str] | None = None, start: bool = True) -> None:
+        """The engines at `serving` (None: all of them) hold weights `version`; `start`: its step may be sampled now."""
+        urls = None if serving is None else list(serving)
+        self._post("/v1/weights", {"version": version, "serving": urls, "start": start})
+
+    def wait_update(self, version: int, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Poll until the engines may be updated to weights `version`, or `interrupted()`.
+
+        In synchronous runs that is when nothing is in flight; with one_step_off when the next batch is complete, too.
+        Raises ControllerError with the controller's message if sampling has failed.
+        """
+
+        def ask() -> StepStatus:
+            return StepStatus(**orjson.loads(self._get(f"/v1/update/{version}")))
+
+        self._poll(f"engines free for weights {version}", ask, timeout_s, interrupted)
 
     def step_status(self, step: int) -> StepStatus:
         """How far step `step` is."""
@@ -71,15 +84,18 @@ class ControllerClient:
 
         Raises ControllerError with the controller's message if the step never will be ready.
         """
+        return self._poll(f"the rollouts of step {step}", lambda: self.step_status(step), timeout_s, interrupted)
+
+    def _poll(
+        self, what: str, ask: Callable[[], StepStatus], timeout_s: float, interrupted: Callable[[], bool]
+    ) -> StepStatus:
         deadline = time.monotonic() + timeout_s
-        while (status := self.step_status(step)).status != "ready":
+        while (status := ask()).status != "ready":
             if status.status in ("failed", "stopped"):
-                raise ControllerError(
-                    f"step {step}: the controller {status.status}: {status.message or 'no reason given'}"
-                )
+                raise ControllerError(f"{what}: the controller {status.status}: {status.message or 'no reason given'}")
             if time.monotonic() >= deadline:
                 raise ControllerError(
-                    f"waited {timeout_s:g} s for the rollouts of step {step}; the controller is {status.status}, "
+                    f"waited {timeout_s:g} s for {what}; the controller is {status.status}, "
                     f"{status.progress or status.message}; look at {self._log}, or raise rollout.step_timeout_s"
                 )
             if interrupted():

@@ -1,7 +1,16 @@
 """Which groups run when, and which become the batch of a step. No HTTP, no engine and no verifier is known here.
 
-One loop of four verbs: begin (weights are published), collect (admit, finish, choose), drain (end what is not needed),
-retire (the batch was trained on). `controller.py` draws it among the other loops.
+One loop, woken by every group that ends and every word of the trainer, of five verbs:
+
+    take      groups that ended: finished, suspended with what they have, or given back
+    choose    the batch of the step that the trainer is at, once its weights are on the engines
+    expire    groups with tokens too old for the next batch: their prompts are generated anew
+    halt      what the complete batches do not need: suspended, or given back
+    start     what is missing: suspended groups first, then prompts given back, then new ones
+
+How much is wanted when is a matter of the mode (`pace.py`). A batch is chosen only when the trainer is at its step, so
+that the age of its tokens is known, and masked only then (`rollout.stale_policy`). Finished groups are used oldest
+weights first. `controller.py` draws this loop among the others.
 """
 
 from __future__ import annotations
@@ -9,25 +18,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from megatron_rl.config import Config
 
-from .pool import Choice, GroupPool, choose, groups_to_start
+from .acceptance import (
+    SamplingError,
+    mask_old_tokens,
+    require_published_versions,
+    require_rewards,
+    require_started_version,
+)
+from .pace import Pace
+from .pool import Choice, GroupPool, choose
 from .sample import Group
+from .seen import Seen, choice_metrics, staleness_of_batch, tokens_of
 
 log = logging.getLogger(__name__)
 Status = Literal["waiting", "generating", "ready", "failed", "stopped"]
-MakeGroup = Callable[[int, int, int, int], Awaitable[Group]]
-"""(group id, index of its record, weight version, oldest version allowed) -> the judged group."""
 
 
-class SamplingError(RuntimeError):
-    """A step's batch cannot be made. The message says why and what to do."""
+class Maker(Protocol):
+    """Generates and judges groups; an error of `make` fails the step."""
+
+    @property
+    def in_flight(self) -> Mapping[int, Group]:
+        """Groups at work by id, as they are at this moment."""
+        ...
+
+    async def make(self, group_id: int, record_index: int, partial: Group | None, version: int) -> Group:
+        """A new group of weights `version`, or `partial` gone on with: judged, or with unfinished samples if suspended.
+
+        Cancelling it ends its requests at the engines.
+        """
+        ...
+
+    def suspend(self, ids: Collection[int]) -> None:
+        """Have these groups stop soon: their `make` returns with what they have."""
+        ...
 
 
 class StepConflict(RuntimeError):
@@ -36,126 +66,171 @@ class StepConflict(RuntimeError):
 
 @dataclass
 class StepProgress:
-    """What is known of the step being sampled."""
+    """What is known of the step that the trainer is at."""
 
     step: int
+    seen: Seen
+    """What was sampled for its batch."""
     status: Status = "waiting"
     message: str = ""
-    started: int = 0
-    finished: int = 0
-    pass_rates: Counter[float] = field(default_factory=Counter)
     choice: Choice | None = None
-    began: float = field(default_factory=time.monotonic)
+    metrics: dict[str, float] | None = None
 
 
 class Scheduler:
-    """Samples step after step for the trainer.
+    """Samples for the trainer, step after step.
 
     Args:
         cfg: the run.
         pool: prompts and groups.
-        make: generates and judges one group.
-        max_staleness: published weight versions that a token may be behind when its group is trained on.
+        maker: generates and judges groups.
     """
 
-    def __init__(self, cfg: Config, pool: GroupPool, make: MakeGroup, max_staleness: int = 0) -> None:
-        self._cfg, self.pool, self._make, self._max_staleness = cfg, pool, make, max_staleness
+    def __init__(self, cfg: Config, pool: GroupPool, maker: Maker) -> None:
+        self._cfg, self.pool, self._maker, self.pace = cfg, pool, maker, Pace.of(cfg)
         self._tasks: dict[asyncio.Task[Group], int] = {}
+        self._ending: set[int] = set()
+        """In flight, and to be given back."""
+        self._suspending: set[int] = set()
         self._version = -1
+        self._seen = Seen()
+        self._owed_since: float | None = None
+        self._expired_below: int | None = None
         self._changed = asyncio.Event()
-        self.progress = StepProgress(step=0)
+        self.progress = StepProgress(0, self._seen)
 
     # ---- the loop
 
     async def run(self) -> None:
         """Sample until the last step is trained on, or one fails."""
-        while self.progress.step < self._cfg.steps and self.progress.status == "waiting":
-            await self._until(self._published)
-            await self._sample()
-            await self._until(self._settled)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Waits for the trainer, who sets the pace, so without a deadline: it is the trainer's waits that have one."""
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _published(self) -> bool:
-        return self._version >= self.progress.step
-
-    def _settled(self) -> bool:
-        """The batch was trained on, or there will be none."""
-        return self.progress.status in ("waiting", "failed", "stopped")
-
-    async def _sample(self) -> None:
-        progress = self.progress
-        progress.status, progress.began = "generating", time.monotonic()
-        self.pool.expire(self._oldest_version)
         try:
-            async with asyncio.timeout(self._cfg.rollout.step_timeout_s):
-                choice = await self._collect()
-            self._require_rewards(choice)
-            progress.choice = choice
-            progress.status = "ready"
-            log.info("step %d: ready after %.2f s, %s", progress.step, time.monotonic() - progress.began, self.counts())
-        except TimeoutError:
-            self._fail(f"{self._where()}: not enough groups within {self._cfg.rollout.step_timeout_s:g} s "
-                       "(rollout.step_timeout_s); look at the engines' logs, or raise it")  # fmt: skip
+            while not self._over:
+                self._changed.clear()
+                self._take()
+                self._choose()
+                self._expire()
+                self._halt()
+                self._start()
+                await self._wait()
         except Exception as error:
             self._fail(f"{self._where()}: {error}", error)
         finally:
             await self._drain()
 
-    async def _collect(self) -> Choice:
-        while (choice := self._choose()) is None:
-            self._admit()
-            if not self._tasks:
-                raise self._exhausted()
-            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=self._tasks.__getitem__):
-                self._finish(task)
-        return choice
+    @property
+    def _over(self) -> bool:
+        return self.progress.step >= self._cfg.steps or self.progress.status in ("failed", "stopped")
 
-    def _require_rewards(self, choice: Choice) -> None:
-        """A batch without a single reward would be trained on in silence, step after step."""
-        samples = [s for i in choice.batch for s in self.pool.finished[i].samples]
-        if not any(s.valid for s in samples):
-            raise SamplingError(
-                f"none of the {len(samples)} samples of the batch has a reward: every call of a verifier failed; the "
-                "log of the controller says how; correct the verifier, its component in reward.components, or the data"
-            )
+    def _take(self) -> None:
+        for task in sorted((task for task in self._tasks if task.done()), key=self._tasks.__getitem__):
+            group_id = self._tasks.pop(task)
+            self._suspending.discard(group_id)
+            if group_id in self._ending or task.cancelled():
+                self._ending.discard(group_id)
+                self.pool.give_back([group_id])
+            else:
+                self._sort(task.result())
 
-    def _choose(self) -> Choice | None:
-        usable = {i: self.pool.usable(group) for i, group in self.pool.finished.items()}
-        needed = self._cfg.rollout.groups_per_step
-        return choose(usable, self.pool.in_flight, needed, in_order=self._cfg.deterministic)
+    def _sort(self, group: Group) -> None:
+        require_started_version(group)
+        if group.unfinished:
+            self.pool.suspend(group)
+        else:
+            self.pool.finish(group)
+            self._seen.finish(group)
 
-    def _admit(self) -> None:
-        rollout, pool = self._cfg.rollout, self.pool
-        count = groups_to_start(
-            needed=rollout.groups_per_step,
+    def _choose(self) -> None:
+        progress = self.progress
+        if progress.choice is not None or not self._published or self.pool.usable_count < self.pace.needed:
+            return
+        by_age = sorted(self.pool.finished.values(), key=lambda group: group.version_first)
+        usable = {group.id: self.pool.usable(group) for group in by_age if self._fresh(group)}
+        choice = choose(usable, self.pool.in_flight, self.pace.needed, in_order=self._cfg.deterministic)
+        if choice is None:
+            return
+        groups = [self.pool.finished[i] for i in choice.batch]
+        require_published_versions(groups, progress.step)
+        require_rewards(groups)
+        masked = mask_old_tokens(groups, self._cfg.rollout, progress.step)
+        progress.choice, progress.status = choice, "ready"
+        progress.metrics = self._measure(choice, groups, masked)
+        log.info("step %d: ready, %s", progress.step, self.counts())
+        self._seen, self._owed_since = Seen(), None
+
+    def _expire(self) -> None:
+        """What the next batch cannot take makes room for what it can; where nothing is dropped, it takes everything."""
+        if not self.pace.drops or self._expired_below == self._oldest:
+            return
+        self._expired_below = self._oldest
+        stale = len(self.pool.expire(self._oldest, but=self._settled))
+        running = self.pool.in_flight - self._ending
+        old = [i for i, g in self._maker.in_flight.items() if i in running and g.version_first < self._oldest]
+        self._end(old)
+        if self._cfg.rollout.off_policy:  # else it is the surplus of a step, and nothing is lost by age
+            self._seen.stale_groups += stale + len(old)
+
+    def _halt(self) -> None:
+        chosen = self.progress.choice is not None
+        if not chosen or self._missing or (self.pace.never_halts and self.progress.step + 1 < self._cfg.steps):
+            return
+        running = self.pool.in_flight - self._ending - self._suspending
+        if not self.pace.keeps:
+            self._end(running)
+        elif running:
+            self._suspending |= running
+            self._maker.suspend(running)
+
+    def _start(self) -> None:
+        if not self._open:
+            return
+        pool, chosen = self.pool, self.progress.choice is not None
+        count = self.pace.to_start(
+            self.progress.step,
+            chosen,
             usable=pool.usable_count,
             finished=len(pool.finished),
             in_flight=len(pool.in_flight),
-            capacity=pool.capacity,
-            oversample=rollout.oversample,
-            refill=rollout.dynamic_sampling == "refill",
+            alive=pool.alive,
         )
-        for _ in range(min(count, rollout.max_sample_rounds * pool.capacity - self.progress.started)):
+        resumable = len(pool.partials) if self.pace.never_halts and self._missing else count
+        while resumable > 0 and (group := pool.resume()) is not None:
+            self._seen.resume(group)
+            self._work(group.id, group)
+            resumable, count = resumable - 1, count - (not self.pace.never_halts)
+        for _ in range(min(count, self._budget - self._seen.started)):
             group_id = pool.admit()
             if group_id is None:
                 break
-            self.progress.started += 1
-            work = self._make(group_id, pool.record_index(group_id), self._version, self._oldest_version)
-            self._tasks[asyncio.ensure_future(work)] = group_id
+            self._seen.started += 1
+            self._work(group_id, None)
+        if self._owed and self._missing and not self._tasks:
+            raise self._exhausted()
 
-    def _finish(self, task: asyncio.Task[Group]) -> None:
-        group = task.result()
-        del self._tasks[task]
-        self.pool.finish(group)
-        self.progress.finished += 1
-        rate = group.pass_rate
-        self.progress.pass_rates[round(rate, 2) if math.isfinite(rate) else math.nan] += 1  # one NaN: one key
+    def _work(self, group_id: int, partial: Group | None) -> None:
+        work = self._maker.make(group_id, self.pool.record_index(group_id), partial, self._version)
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self._changed.set())
+        self._tasks[task] = group_id
+
+    def _end(self, ids: Collection[int]) -> None:
+        """Cancel these; their prompts wait again once that is done."""
+        self._ending |= set(ids)
+        for task, group_id in self._tasks.items():
+            if group_id in ids:
+                task.cancel()
+
+    async def _wait(self) -> None:
+        """Until something happens. The deadline is of what is owed to the trainer, who sets the pace otherwise."""
+        now, timeout = asyncio.get_running_loop().time(), self._cfg.rollout.step_timeout_s
+        self._owed_since = None if not self._owed else now if self._owed_since is None else self._owed_since
+        try:
+            async with asyncio.timeout_at(None if self._owed_since is None else self._owed_since + timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            raise SamplingError(
+                f"not enough groups within {timeout:g} s (rollout.step_timeout_s); look at the engines' logs, or "
+                "raise it"
+            ) from None
 
     async def _drain(self) -> None:
         """End what is still in flight; its prompts wait again."""
@@ -163,19 +238,98 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        self._ending.clear()
+        self._suspending.clear()
         self.pool.give_back(list(self.pool.in_flight))
+
+    # ---- what holds now
+
+    @property
+    def _published(self) -> bool:
+        return self._version == self.progress.step
+
+    @property
+    def _open(self) -> bool:
+        """Whether groups may be started."""
+        return self._published or (self.pace.never_halts and self._version >= 0)
+
+    @property
+    def _missing(self) -> int:
+        """Groups that are wanted and not finished."""
+        progress = self.progress
+        return self.pace.missing(progress.step, progress.choice is not None, self.pool.usable_count)
+
+    @property
+    def _owed(self) -> bool:
+        """Whether the trainer waits for groups, or will before it can give the engines new weights."""
+        if self.progress.choice is None:
+            return self._published
+        return not self.pace.never_halts and self._missing > 0
+
+    @property
+    def _settled(self) -> Collection[int]:
+        choice = self.progress.choice
+        return () if choice is None else {*choice.batch, *choice.filtered}
+
+    @property
+    def _oldest(self) -> int:
+        """The oldest version of a token in the next batch that is chosen."""
+        return self.progress.step + (self.progress.choice is not None) - self.pace.max_staleness
+
+    @property
+    def _budget(self) -> int:
+        """Prompts that may be started for one batch."""
+        return (self._cfg.rollout.max_sample_rounds - 1) * self.pace.round + self.pace.capacity
+
+    def _fresh(self, group: Group) -> bool:
+        return not self.pace.drops or group.version_first >= self._oldest
+
+    def _measure(self, choice: Choice, groups: list[Group], masked: int) -> dict[str, float]:
+        pace, rollout = self.pace, self._cfg.rollout
+        mask = rollout.dynamic_sampling == "mask"
+        found = choice_metrics(choice, groups, mask, pace.round, self.pool.cursor.size)
+        if not rollout.off_policy:
+            return found
+        looked_at = {*choice.batch, *choice.filtered}
+        waiting = [g for g in self.pool.finished.values() if g.id not in looked_at]
+        others = [*waiting, *self.pool.partials.values(), *self._at_work()]
+        step = self.progress.step
+        return found | staleness_of_batch(groups, others, self._seen, step, pace.max_staleness, masked)
+
+    def _at_work(self) -> list[Group]:
+        """Groups in flight that have a token."""
+        running = self.pool.in_flight - self._ending
+        return [group for i, group in self._maker.in_flight.items() if i in running and tokens_of(group)]
 
     # ---- what the trainer says
 
     def publish(self, version: int) -> None:
-        """The engines hold these weights now. Raises StepConflict for a version that does not fit the step."""
+        """The engines hold these weights now, and their step may be sampled.
+
+        Raises StepConflict for a version that does not fit the step.
+        """
         if version != self.progress.step:
             raise StepConflict(
                 f"weights version {version} was published, but the controller is at step {self.progress.step}, which "
                 f"needs version {self.progress.step}; a resumed run must restore the controller's state first"
             )
         self._version = version
+        if self.progress.status == "waiting":
+            self.progress.status = "generating"
         self._changed.set()
+
+    def update_status(self, version: int) -> tuple[Status, str]:
+        """Whether the engines may be updated to weights `version` now: ready or waiting, with what it waits for.
+
+        Raises StepConflict unless the batch that these weights are made of is there.
+        """
+        progress = self.progress
+        if progress.status in ("failed", "stopped"):
+            return progress.status, progress.message
+        self.ready(version - 1)
+        if self.pace.never_halts or not (self._tasks or self._missing):
+            return "ready", ""
+        return "waiting", f"{len(self._tasks)} groups in flight, {self._missing} missing in the next batch"
 
     def retire(self, step: int) -> list[Group]:
         """Step `step` was trained on: frees its slots. Returns its groups, chosen and filtered, by id.
@@ -185,7 +339,7 @@ class Scheduler:
         choice = self.ready(step)
         groups = [self.pool.finished[i] for i in sorted([*choice.batch, *choice.filtered])]
         self.pool.retire(choice.batch, choice.filtered)
-        self.progress = StepProgress(step=step + 1)
+        self.progress = StepProgress(step + 1, self._seen)
         self._changed.set()
         return groups
 
@@ -208,8 +362,8 @@ class Scheduler:
             self.progress.status = "stopped"
 
     def state_dict(self) -> tuple[dict[str, Any], list[Group]]:
-        """JSON-able position and books, and the finished groups."""
-        books, groups = self.pool.state_dict()
+        """JSON-able position and books, and the groups that are kept: finished, suspended, and what is at work."""
+        books, groups = self.pool.state_dict(self._at_work() if self.pace.keeps else ())
         return {"step": self.progress.step, "pool": books}, groups
 
     def load_state_dict(self, state: dict[str, Any], groups: list[Group]) -> None:
@@ -220,7 +374,9 @@ class Scheduler:
                 "only into one that has just started"
             )
         self.pool.load_state_dict(state["pool"], groups)
-        self.progress = StepProgress(step=state["step"])
+        if not self.pace.keeps:
+            self.pool.give_back(list(self.pool.partials))
+        self.progress = StepProgress(state["step"], self._seen)
         self._changed.set()
 
     # ---- what is told about it
@@ -230,47 +386,29 @@ class Scheduler:
         pool, progress = self.pool, self.progress
         usable = pool.usable_count
         return {
-            "groups_done": min(usable, self._cfg.rollout.groups_per_step),
-            "groups_needed": self._cfg.rollout.groups_per_step,
-            "rounds": math.ceil(progress.started / pool.capacity),
+            "groups_done": min(usable, self.pace.needed),
+            "groups_needed": self.pace.needed,
+            "rounds": math.ceil(progress.seen.started / self.pace.round),
             "groups_dropped": len(pool.finished) - usable,
             "groups_in_flight": len(pool.in_flight),
-            "groups_started": progress.started,
+            "groups_suspended": len(pool.partials),
+            "groups_started": progress.seen.started,
         }
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/...` numbers of a ready step. Groups given back do not count, so timing does not show in them."""
-        choice = self.ready(self.progress.step)
-        chosen = [self.pool.finished[i] for i in choice.batch]
-        mask = self._cfg.rollout.dynamic_sampling == "mask"
-        dropped = len(choice.filtered) + (sum(not g.informative for g in chosen) if mask else 0)
-        looked_at = [*choice.batch, *choice.filtered]
-        return {
-            "rollout/groups_generated": float(len(looked_at)),
-            "rollout/groups_dropped_fraction": dropped / len(looked_at),
-            "rollout/sample_rounds": float(math.ceil(len(looked_at) / self.pool.capacity)),
-            "rollout/epoch": float(max(looked_at) // self.pool.cursor.size),
-        }
-
-    @property
-    def _oldest_version(self) -> int:
-        return max(0, self.progress.step - self._max_staleness)
+        """`rollout/...` numbers of a ready step."""
+        self.ready(self.progress.step)
+        return dict(self.progress.metrics or {})
 
     def _where(self) -> str:
         counts = self.counts()
         return f"step {self.progress.step}: {counts['groups_done']} of {counts['groups_needed']} groups"
 
     def _exhausted(self) -> SamplingError:
-        rollout, rates = self._cfg.rollout, self.progress.pass_rates
-        seen = ", ".join(
-            f"{rate:g}: {count}" for rate, count in sorted(rates.items(), key=lambda r: (math.isnan(r[0]), r[0]))
-        )
-        if any(map(math.isnan, rates)):
-            seen += " (nan: a verifier failed; the controller's log says how)"
         return SamplingError(
-            f"all {self.progress.finished} groups of rollout.max_sample_rounds={rollout.max_sample_rounds} rounds are "
-            f"used up; mean correctness seen (value: groups): {seen}; use prompts of fitting difficulty, a larger "
-            "rollout.group_size or max_sample_rounds, or rollout.dynamic_sampling=mask"
+            f"all {self._seen.finished} groups of rollout.max_sample_rounds={self._cfg.rollout.max_sample_rounds} "
+            f"rounds are used up; mean correctness seen (value: groups): {self._seen.rates_in_words}; use prompts of "
+            "fitting difficulty, a larger rollout.group_size or max_sample_rounds, or rollout.dynamic_sampling=mask"
         )
 
     def _fail(self, message: str, error: Exception | None = None) -> None:

@@ -35,6 +35,7 @@ def build_app(controller: Controller, token: str, shutdown: asyncio.Event) -> we
         [
             web.get("/v1/ping", routes.ping),
             web.post("/v1/weights", routes.weights),
+            web.get(r"/v1/update/{version:\d+}", routes.update),
             web.get(r"/v1/step/{step:\d+}", routes.status),
             web.get(r"/v1/step/{step:\d+}/table", routes.table),
             web.post(r"/v1/step/{step:\d+}/samples", routes.samples),
@@ -87,8 +88,12 @@ class _Routes:
         return _json({"step": self._controller.scheduler.progress.step, "ledger": self._controller.ledger})
 
     async def weights(self, request: web.Request) -> web.Response:
-        self._controller.scheduler.publish(int((await _body(request))["version"]))
+        body = await _body(request)
+        self._controller.publish(int(body["version"]), body.get("serving"), bool(body.get("start", True)))
         return _json({})
+
+    async def update(self, request: web.Request) -> web.Response:
+        return _json(self._controller.update_status(int(request.match_info["version"])))
 
     async def status(self, request: web.Request) -> web.Response:
         return _json(self._controller.step_status(_step(request)))

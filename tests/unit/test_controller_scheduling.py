@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 
 from megatron_rl.config import Config, validate
 from megatron_rl.data import PromptCursor
-from megatron_rl.rollout.pool import GroupPool, capacity_of
+from megatron_rl.rollout.pace import Pace
+from megatron_rl.rollout.pool import GroupPool
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.sample import Group, Span
 from megatron_rl.rollout.scheduler import Scheduler, StepConflict
@@ -44,22 +45,34 @@ def judged(group_id: int, version: int, right: int) -> Group:
     return group
 
 
+class FakeMaker:
+    """Runs `make(group id, record, version)` for every group."""
+
+    def __init__(self, make: Callable[[int, int, int], Awaitable[Group]]) -> None:
+        self._make = make
+        self.in_flight: dict[int, Group] = {}
+
+    async def make(self, group_id: int, record_index: int, partial: Group | None, version: int) -> Group:
+        return await self._make(group_id, record_index, version)
+
+    def suspend(self, ids: Collection[int]) -> None:
+        raise AssertionError("synchronous runs suspend nothing")
+
+
 def maker(right: Callable[[int], int], jitter: random.Random | None = None) -> Callable[..., Awaitable[Group]]:
     """Groups of which `right(group id)` samples are right, finished after a random moment."""
 
-    async def make(group_id: int, record: int, version: int, oldest: int) -> Group:
+    async def make(group_id: int, record: int, version: int) -> Group:
         await asyncio.sleep(jitter.uniform(0, 0.003) if jitter else 0)
         return judged(group_id, version, right(group_id))
 
     return make
 
 
-def scheduler_of(
-    cfg: Config, make: Callable[..., Awaitable[Group]], prompts: int = 1000, staleness: int = 0
-) -> Scheduler:
-    capacity = capacity_of(cfg.rollout.groups_per_step, cfg.rollout.oversample, staleness)
-    pool = GroupPool(PromptCursor(prompts, seed=0), capacity, cfg.rollout.dynamic_sampling == "refill")
-    return Scheduler(cfg, pool, make, staleness)
+def scheduler_of(cfg: Config, make: Callable[..., Awaitable[Group]], prompts: int = 1000) -> Scheduler:
+    pace = Pace.of(cfg)
+    pool = GroupPool(PromptCursor(prompts, seed=0), pace.capacity, pace.refill)
+    return Scheduler(cfg, pool, FakeMaker(make))
 
 
 async def until_settled(scheduler: Scheduler, step: int) -> str:
@@ -82,7 +95,7 @@ async def train(scheduler: Scheduler, first: int = 0, last: int | None = None) -
             batch = scheduler.batch(step)
             assert {g.version_first for g in batch} == {step}, "a surplus of older weights was trained on"
             facts = {"batch": [g.id for g in batch], "informative": all(g.informative for g in batch)}
-            facts |= {"metrics": scheduler.metrics(), "started": scheduler.progress.started}
+            facts |= {"metrics": scheduler.metrics(), "started": scheduler.progress.seen.started}
             await asyncio.sleep(0.01)  # what is not needed is ended beside the training
             facts["retired"] = [g.id for g in scheduler.retire(step)]
             steps.append(facts)
@@ -159,11 +172,11 @@ def test_a_run_without_informative_groups_stops_and_shows_the_pass_rates():
     assert "rollout.max_sample_rounds=3" in message
     assert "0: 9, 1: 9" in message
     assert "rollout.dynamic_sampling=mask" in message
-    assert scheduler.progress.started == 3 * 6
+    assert scheduler.progress.seen.started == 3 * 6
 
 
 def without_rewards() -> Callable[..., Awaitable[Group]]:
-    async def make(group_id: int, record: int, version: int, oldest: int) -> Group:
+    async def make(group_id: int, record: int, version: int) -> Group:
         group = judged(group_id, version, 0)
         for sample in group.samples:
             sample.score(float("nan"), float("nan"), {})
@@ -195,7 +208,7 @@ def test_a_step_in_which_every_verification_failed_ends_the_run(mode, expected):
 
 
 def fail_at(group_id: int, error: Exception) -> Callable[..., Awaitable[Group]]:
-    async def make(mine: int, record: int, version: int, oldest: int) -> Group:
+    async def make(mine: int, record: int, version: int) -> Group:
         if mine == group_id:
             raise error
         await asyncio.sleep(3600)
@@ -238,7 +251,7 @@ def test_a_step_that_takes_too_long_fails_and_says_which_deadline_it_was():
 def test_what_was_not_needed_is_given_back_and_comes_first_in_the_next_step():
     """Two of six finish late: the step does not wait for them, and their prompts are not lost."""
 
-    async def make(group_id: int, record: int, version: int, oldest: int) -> Group:
+    async def make(group_id: int, record: int, version: int) -> Group:
         if group_id in (0, 3) and version == 0:
             await asyncio.sleep(3600)
         return judged(group_id, version, 2)
@@ -296,7 +309,7 @@ def test_a_state_is_refused_once_sampling_has_begun():
 def test_progress_is_told_while_a_step_is_sampled():
     release = asyncio.Event()
 
-    async def make(group_id: int, record: int, version: int, oldest: int) -> Group:
+    async def make(group_id: int, record: int, version: int) -> Group:
         if group_id >= 2:
             await release.wait()
         return judged(group_id, version, 0 if group_id == 0 else 2)
@@ -307,7 +320,7 @@ def test_progress_is_told_while_a_step_is_sampled():
         loop = asyncio.create_task(scheduler.run())
         scheduler.publish(0)
         async with asyncio.timeout(5):
-            while scheduler.progress.finished < 2:
+            while scheduler.progress.seen.finished < 2:
                 await asyncio.sleep(0)
         counts = scheduler.counts()
         loop.cancel()

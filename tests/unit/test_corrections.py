@@ -1,4 +1,4 @@
-"""Off-policy corrections: factors, rejections and staleness, token by token."""
+"""Off-policy corrections: factors and rejections, token by token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithms.corrections import correct, off_policy_tokens, stale_tokens
+from megatron_rl.algorithms.corrections import correct
 from megatron_rl.algorithms.losses import Sequences, policy_loss
 from megatron_rl.algorithms.spec import LossSpec
 
@@ -108,9 +108,3 @@ def test_corrections_without_the_engines_log_probs_are_refused() -> None:
 def test_a_correction_outside_its_range_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossSpec(**values)
-
-
-def test_staleness_counts_published_versions() -> None:
-    versions = torch.tensor([7, 6, 5, 4, 3])
-    assert stale_tokens(versions, newest=7, max_staleness=2).tolist() == [False, False, False, True, True]
-    assert off_policy_tokens(versions, newest=7).tolist() == [False, True, True, True, True]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_rl.data import DataError, PromptCursor
-from megatron_rl.rollout.pool import GroupPool, capacity_of, choose, groups_to_start
+from megatron_rl.rollout.pace import groups_to_start
+from megatron_rl.rollout.pool import GroupPool, capacity_of, choose
 from megatron_rl.rollout.sample import Group, Span
 
 
@@ -19,6 +20,12 @@ def finished_group(group_id: int, informative: bool, version: int = 0) -> Group:
         sample.append([1], [-1.0], [Span(version, 0, 1)])
         sample.finish("stop")
         sample.score(float(k and informative), float(k and informative), {})
+    return group
+
+
+def partial_group(group_id: int, version: int = 0) -> Group:
+    group = Group.start(group_id, "p", np.arange(2), 2, run_seed=0, version=version, temperature=1.0)
+    group.samples[0].append([1], [-1.0], [Span(version, 0, 1)])
     return group
 
 
@@ -42,10 +49,11 @@ class PoolMachine(RuleBasedStateMachine):
         group_id = data.draw(st.sampled_from(sorted(self.pool.in_flight)))
         self.pool.finish(finished_group(group_id, informative))
 
-    @precondition(lambda self: self.pool.in_flight or self.pool.finished)
+    @precondition(lambda self: self.pool.in_flight or self.pool.finished or self.pool.partials)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        self.pool.give_back([data.draw(st.sampled_from(sorted([*self.pool.in_flight, *self.pool.finished])))])
+        drawn = sorted([*self.pool.in_flight, *self.pool.finished, *self.pool.partials])
+        self.pool.give_back([data.draw(st.sampled_from(drawn))])
 
     @precondition(lambda self: self.pool.finished)
     @rule(data=st.data())
@@ -59,19 +67,41 @@ class PoolMachine(RuleBasedStateMachine):
     def expire_everything(self) -> None:
         self.pool.expire(oldest_version=1)
         assert not self.pool.finished
+        assert not self.pool.partials
+
+    @precondition(lambda self: self.pool.in_flight)
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        self.pool.suspend(partial_group(data.draw(st.sampled_from(sorted(self.pool.in_flight)))))
 
     @rule()
-    def restart_from_a_checkpoint(self) -> None:
-        books, groups = self.pool.state_dict()
+    def resume(self) -> None:
+        before = set(self.pool.partials)
+        group = self.pool.resume()
+        assert (group is None) == (not before)
+        assert group is None or group.id in before & self.pool.in_flight
+
+    @rule(data=st.data())
+    def restart_from_a_checkpoint(self, data: st.DataObject) -> None:
+        at_work = sorted(self.pool.in_flight)
+        kept = data.draw(st.lists(st.sampled_from(at_work), unique=True)) if at_work else []
+        expected = {*self.pool.partials, *kept}
+        books, groups = self.pool.state_dict([partial_group(i) for i in kept])
         other = GroupPool(PromptCursor(4, seed=1), self.pool.capacity, refill_of(self.pool))
         other.load_state_dict(books, groups)
         assert not other.in_flight
+        assert set(other.partials) == expected
+        assert other.usable_count == self.pool.usable_count
         self.pool = other
 
     @invariant()
     def the_ledger_adds_up(self) -> None:
         ledger = self.pool.ledger
         assert ledger["drawn"] == sum(count for name, count in ledger.items() if name != "drawn")
+
+    @invariant()
+    def usable_groups_are_counted(self) -> None:
+        assert self.pool.usable_count == sum(map(self.pool.usable, self.pool.finished.values()))
 
     @invariant()
     def no_group_is_lost_or_doubled(self) -> None:
@@ -109,7 +139,7 @@ def test_groups_of_older_weights_expire_and_fresh_ones_stay():
     for version in (0, 1, 2):
         group_id = pool.admit()
         pool.finish(finished_group(group_id, True, version))
-    assert pool.expire(oldest_version=1) == [0]
+    assert [group.id for group in pool.expire(oldest_version=1)] == [0]
     assert sorted(pool.finished) == [1, 2]
 
 

@@ -126,7 +126,7 @@ def test_an_engine_that_refuses_fails_the_step_with_its_own_words(tmp_path, mode
             client.set_weights_version(0)
             with pytest.raises(ControllerError) as caught:
                 client.wait_ready(0, timeout_s=20)
-    assert "step 0: the controller failed" in str(caught.value)
+    assert "the rollouts of step 0: the controller failed: step 0" in str(caught.value)
     assert f"engine {url}: /generate refused with HTTP 400: The input is longer" in str(caught.value)
 
 

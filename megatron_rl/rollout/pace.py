@@ -1,0 +1,142 @@
+"""How much is generated when: the modes of `rollout.mode` as rules on numbers. No group, no task and no clock here.
+
+                   batches wanted at step k     while step k is trained on     new weights
+    sync           the step's                   nothing runs                   when nothing runs
+    one_step_off   the step's, then the next    the next batch                 when it is complete and nothing runs
+    async          max_staleness + 1            everything goes on             at once, under what runs
+
+With `keeps` (partial_rollouts, async), what a complete batch leaves unfinished is kept and goes on later; else its
+prompts are generated anew.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+
+from .pool import capacity_of
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The rules of one run.
+
+    Attributes:
+        mode: `rollout.mode`.
+        keeps: unfinished groups are suspended, not given back.
+        drops: groups with tokens older than allowed are generated anew.
+        refill: groups without a signal are replaced.
+        needed: groups of one batch.
+        round: groups that run at once for one batch, ceil(oversample x needed).
+        max_staleness: published versions that a token may be behind.
+        steps: of the run.
+    """
+
+    mode: str
+    keeps: bool
+    drops: bool
+    refill: bool
+    needed: int
+    oversample: float
+    max_staleness: int
+    steps: int
+
+    @classmethod
+    def of(cls, cfg: Config) -> Pace:
+        """As the run's configuration says."""
+        r = cfg.rollout
+        return cls(
+            mode=r.mode,
+            keeps=r.partial_rollouts or r.mode == "async",
+            drops=r.stale_policy == "drop",
+            refill=r.dynamic_sampling == "refill",
+            needed=r.groups_per_step,
+            oversample=r.oversample,
+            max_staleness=r.max_staleness,
+            steps=cfg.steps,
+        )
+
+    @property
+    def round(self) -> int:
+        """Groups that run at once for one batch."""
+        return capacity_of(self.needed, self.oversample, 0)
+
+    @property
+    def capacity(self) -> int:
+        """Groups alive at once."""
+        return capacity_of(self.needed, self.oversample, self.max_staleness)
+
+    @property
+    def never_halts(self) -> bool:
+        """Whether generation goes on through weight updates."""
+        return self.mode == "async"
+
+    def batches(self, step: int, chosen: bool) -> int:
+        """Batches that are wanted now, that of `step` included; `chosen`: it is there already.
+
+        >>> from dataclasses import replace
+        >>> pace = Pace("one_step_off", False, True, False, 8, 1.0, 2, steps=10)
+        >>> pace.batches(3, chosen=False), pace.batches(3, chosen=True), pace.batches(9, chosen=True)
+        (1, 2, 1)
+        >>> replace(pace, mode="async").batches(3, chosen=False)
+        3
+        """
+        ahead = {"sync": 1, "one_step_off": 2 if chosen else 1, "async": self.max_staleness + 1}[self.mode]
+        return min(ahead, self.steps - step)
+
+    def missing(self, step: int, chosen: bool, usable: int) -> int:
+        """Groups still wanted when `usable` finished ones are there, those of a chosen batch among them; 0 = none."""
+        return max(0, self.batches(step, chosen) * self.needed - usable)
+
+    def to_start(self, step: int, chosen: bool, *, usable: int, finished: int, in_flight: int, alive: int) -> int:
+        """How many further groups are to run now, resumed ones or new ones; new ones need a free slot as well.
+
+        What is kept costs nothing, so a run that keeps its unfinished groups has `round` of them at work until the
+        batch is complete: a straggler takes one place and blocks nobody. Where they are given back, none is started
+        that is not expected to be used (`groups_to_start`).
+
+        Args:
+            usable, finished: finished groups that may be trained on, and all of them.
+            in_flight: groups at work.
+            alive: slots taken: at work, suspended, usable.
+        """
+        missing = self.missing(step, chosen, usable)
+        if not missing:
+            return 0
+        if self.keeps and not self.never_halts:
+            return max(0, self.round - in_flight)
+        batches = self.batches(step, chosen)
+        return groups_to_start(
+            needed=batches * self.needed,
+            usable=usable,
+            finished=finished,
+            in_flight=alive - usable,
+            capacity=batches * self.round,
+            oversample=self.oversample,
+            refill=self.refill,
+        )
+
+
+def groups_to_start(
+    *, needed: int, usable: int, finished: int, in_flight: int, capacity: int, oversample: float, refill: bool
+) -> int:
+    """How many further groups to start now.
+
+    Without refill, exactly the missing ones. With refill, enough that `oversample` times the missing ones are expected
+    to be usable at the rate seen so far, within the free slots.
+
+    >>> groups_to_start(needed=8, usable=0, finished=0, in_flight=0, capacity=12, oversample=1.5, refill=True)
+    12
+    >>> groups_to_start(needed=8, usable=6, finished=12, in_flight=0, capacity=12, oversample=1.0, refill=True)
+    4
+    """
+    missing = needed - usable
+    if missing <= 0:
+        return 0
+    if not refill:
+        return max(0, missing - in_flight)
+    rate = max(usable, 1) / max(finished, 1)
+    wanted = math.ceil(oversample * missing / rate)
+    return max(0, min(wanted - in_flight, capacity - usable - in_flight))
