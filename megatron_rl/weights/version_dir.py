@@ -3,7 +3,7 @@
 On disk, below `RUN/weights`:
 
     v000012/                         a complete Hugging Face directory; it exists under this name or not at all
-        model.safetensors            with one pipeline stage; else one file per stage and the index:
+        model.safetensors            when one bucket holds all; else a file for each bucket and the index:
         model-00001-of-00002.safetensors, ..., model.safetensors.index.json
         config.json                  the source's, with the dtype of the written weights
         tokenizer.json, ...          whatever else the source directory holds beside weights
@@ -14,6 +14,7 @@ On disk, below `RUN/weights`:
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -23,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from megatron_rl.files import sync, write_atomic
 from megatron_rl.weights import WeightsError
-from megatron_rl.weights.export import export_hf_weights
+from megatron_rl.weights.buckets import write_safetensors
+from megatron_rl.weights.export import MIB, ExportPlan, export_buckets, plan_export
+from megatron_rl.weights.place import Place
 from megatron_rl.weights.reader import INDEX, SINGLE
+from megatron_rl.weights.safetensors_file import read_header
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
@@ -44,16 +46,26 @@ def version_path(weights_dir: str | Path, version: int) -> Path:
     return Path(weights_dir) / f"v{version:06d}"
 
 
-def write_version(chunks: Sequence[Any], hf: HfConfig, source_dir: str | Path, out_dir: str | Path) -> Path:
+def write_version(
+    chunks: Sequence[Any],
+    hf: HfConfig,
+    source_dir: str | Path,
+    out_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 512 * MIB,
+) -> Path:
     """Write this policy to `out_dir`; collective over all ranks. An existing `out_dir` is replaced.
 
-    The first replica (data-parallel rank 0) writes: tensor-parallel rank 0 of each pipeline stage its own file, global
-    rank 0 all else. All ranks see the same file system. When any rank fails, all raise and `out_dir` does not change.
+    The first replica (data-parallel rank 0) writes: tensor-parallel rank 0 of each pipeline stage its own files, one
+    after the other, global rank 0 all else. All ranks see the same file system. When any rank fails, all raise and
+    `out_dir` does not change. Memory: see `plan_export`.
 
     Args:
         chunks: this rank's model chunks, bare or wrapped, with up-to-date parameters.
         source_dir: where config.json, the tokenizer and generation settings are copied from.
         out_dir: usually `version_path(...)`; its parent is created.
+        dtype: floating-point format to cast to; None = the parameters'.
+        bucket_bytes: about how large a file is.
 
     Returns:
         `out_dir`, complete and durable.
@@ -61,22 +73,22 @@ def write_version(chunks: Sequence[Any], hf: HfConfig, source_dir: str | Path, o
     Raises:
         WeightsError: some rank could not write (disk full, permissions); the cause is chained on that rank.
     """
-    from megatron.core import parallel_state
-
-    out_dir, source_dir = Path(out_dir), Path(source_dir)
+    out_dir, source_dir, place = Path(out_dir), Path(source_dir), Place.of_this_rank()
     writing = out_dir.with_name(_WRITING + out_dir.name)
     is_main = dist.get_rank() == 0
+    plan = plan_export(chunks, hf, dtype, bucket_bytes)
     with _AllOrNothing(f"prepare {writing}"):
         if is_main:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
+    counts = _files_of_each_stage(plan, place)
     with _AllOrNothing(f"write {writing}"):
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-            _write_stage(chunks, hf, writing)
+        if place.exports:
+            _write_stage(plan, place, counts, writing)
     with _AllOrNothing(f"complete {out_dir}"):
         if is_main:
             _write_index(writing)
-            _copy_other_files(source_dir, writing, _dtype_of(chunks))
+            _copy_other_files(source_dir, writing, dtype or _dtype_of(chunks))
             sync(writing)
             _move_into_place(writing, out_dir)
     return out_dir
@@ -93,8 +105,7 @@ class _AllOrNothing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # killed: the process ends here
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        failed = torch.tensor([dist.get_rank() + 1 if error is not None else 0], device=device)
+        failed = torch.tensor([dist.get_rank() + 1 if error is not None else 0], device=_device())
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if error is not None:
             hint = "; free space or fix permissions, then resume" if isinstance(error, OSError) else ""
@@ -103,20 +114,26 @@ class _AllOrNothing:
             raise WeightsError(f"could not {self.what}: rank {int(failed) - 1} failed, see its log")
 
 
-def _write_stage(chunks: Sequence[Any], hf: HfConfig, writing: Path) -> None:
-    from megatron.core import parallel_state
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    writes = parallel_state.get_tensor_model_parallel_rank() == 0
-    tensors = {}
-    for name, tensor in export_hf_weights(chunks, hf):
-        if writes:  # the other ranks only take part in the gathering
-            tensors[name] = tensor.cpu().contiguous()
-    if writes:
-        file = writing / (SINGLE if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors")
-        save_file(tensors, file, metadata={"format": "pt"})
-        sync(file)
+
+def _files_of_each_stage(plan: ExportPlan, place: Place) -> list[int]:
+    """How many files every pipeline stage writes. Collective over all ranks."""
+    counts = torch.zeros(place.stages, dtype=torch.int64, device=_device())
+    if place.sends:
+        counts[place.stage] = len(plan.buckets)
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def _write_stage(plan: ExportPlan, place: Place, counts: Sequence[int], writing: Path) -> None:
+    """A file for each bucket. A rank that does not write takes part in the gathering."""
+    first, total = sum(counts[: place.stage]), sum(counts)
+    for number, (bucket, flat) in enumerate(export_buckets(plan, "cpu" if place.sends else None), first + 1):
+        if flat is not None:
+            name = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+            write_safetensors(writing / name, bucket, flat)
 
 
 def _write_index(writing: Path) -> None:
@@ -124,10 +141,11 @@ def _write_index(writing: Path) -> None:
     if [file.name for file in files] == [SINGLE]:
         return
     weight_map: dict[str, str] = {}
+    total = 0
     for file in files:
-        with safe_open(file, framework="pt") as handle:
-            weight_map |= dict.fromkeys(handle.keys(), file.name)
-    total = sum(file.stat().st_size for file in files)
+        tensors = read_header(file)
+        weight_map |= dict.fromkeys(tensors, file.name)
+        total += sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     _write_json(writing / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 

@@ -110,18 +110,18 @@ def fail_to_publish(path: Path, parallel_cfg: Any, out_dir: Path, result: RankRe
     import megatron_rl.weights.version_dir as version_dir
 
     chunks, hf = load(path, parallel_cfg)
-    original = version_dir.save_file
+    original = version_dir.write_safetensors
 
     def full_disk(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if parallel_state.get_pipeline_model_parallel_rank() == 1:
-        version_dir.save_file = full_disk
+        version_dir.write_safetensors = full_disk
     try:
         version_dir.write_version(chunks, hf, path, version_dir.version_path(out_dir, 1))
     except version_dir.WeightsError as error:
         result.errors["full-disk"] = str(error)
-    version_dir.save_file = original
+    version_dir.write_safetensors = original
 
 
 def fail_to_load(bad: dict[str, Path], parallel_cfg: Any, result: RankResult) -> None:
