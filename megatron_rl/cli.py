@@ -269,6 +269,7 @@ def main() -> None:
     from megatron_rl.cluster.local import RunFailed
     from megatron_rl.cluster.run_dir import RunDirError
     from megatron_rl.cluster.slurm.allocation import SlurmError
+    from megatron_rl.cluster.started import BootstrapError
     from megatron_rl.engines.server_process import ServerFailed
     from megatron_rl.monitor.report_data import ReportError
     from megatron_rl.policy.checkpoint import CheckpointError
@@ -279,7 +280,16 @@ def main() -> None:
         app()
     except (ConfigError, *INPUT_ERRORS) as error:
         _fail(error, 2)
-    except (CheckpointError, LedgerError, ReportError, RunDirError, RunFailed, ServerFailed, SlurmError) as error:
+    except (
+        BootstrapError,
+        CheckpointError,
+        LedgerError,
+        ReportError,
+        RunDirError,
+        RunFailed,
+        ServerFailed,
+        SlurmError,
+    ) as error:
         _fail(error, 1)
 
 

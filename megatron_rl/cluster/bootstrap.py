@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .meeting import InRunDir, Meeting, ToldByTorchrun
 from .mpi import mpi_world
-from .started import LAUNCH, started
+from .started import LAUNCH, number, started
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LAUNCH)
 LAUNCHER_PREFIXES = ("SLURM_", "SLURMD_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "OMPI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
@@ -58,5 +58,9 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def task_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Slurm's name of this node and the number of this task in its step; outside a step, the machine's name and 0."""
-    return environ.get("SLURMD_NODENAME", socket.gethostname()), int(environ.get("SLURM_PROCID", "0"))
+    """Slurm's name of this node and the number of this task in its step; outside a step, the machine's name and 0.
+
+    Raises BootstrapError when the number is none.
+    """
+    task = number(environ, "SLURM_PROCID") if "SLURM_PROCID" in environ else 0
+    return environ.get("SLURMD_NODENAME", socket.gethostname()), task

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from .bootstrap import task_of_step
+from .started import BootstrapError
 from .tags import TAG, descendants, tagged
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -134,7 +135,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--patience", type=float, default=30.0, help="seconds from INT to KILL")
     parser.add_argument("command", nargs="+")
     words = parser.parse_args(argv)
-    node, task = task_of_step(os.environ)
+    try:
+        node, task = task_of_step(os.environ)
+    except BootstrapError as error:
+        sys.exit(f"error: {error}")
     tag = f"{words.run}/{words.role}/{node}/{task}"
     sys.exit(keep(words.command, tag, words.on_stop, words.patience))
 

@@ -74,7 +74,8 @@ def started(environ: Mapping[str, str]) -> Started:
     )
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def number(environ: Mapping[str, str], name: str) -> int:
+    """The value of a launcher's variable. Raises BootstrapError when it is missing or no whole number."""
     text = environ.get(name)
     if text is None or not text.isdecimal():
         raise BootstrapError(
@@ -94,11 +95,13 @@ def _torch_ranks(environ: Mapping[str, str], outer: Started | None, step: Starte
             f"RANK={environ['RANK']} is set but {', '.join(missing)} not: torchrun sets all of {', '.join(needed)}. "
             "Start the ranks with torchrun, or unset RANK where srun or mpirun starts them"
         )
-    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    if rank >= world:
-        raise BootstrapError(f"RANK={rank} is not below WORLD_SIZE={world}; do not set either by hand")
+    rank, world = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    local_rank = number(environ, "LOCAL_RANK")
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+        if value >= world:
+            raise BootstrapError(f"{name}={value} is not below WORLD_SIZE={world}; do not set either by hand")
     elastic = "TORCHELASTIC_RUN_ID" in environ
-    if elastic and step is not None and step.world_size != _number(environ, "GROUP_WORLD_SIZE"):
+    if elastic and step is not None and step.world_size != number(environ, "GROUP_WORLD_SIZE"):
         raise BootstrapError(
             f"SLURM_STEP_NUM_TASKS={step.world_size} torchruns were started, but GROUP_WORLD_SIZE="
             f"{environ['GROUP_WORLD_SIZE']} of them found each other. Write srun --ntasks-per-node=1 torchrun --nnodes="
@@ -110,19 +113,21 @@ def _torch_ranks(environ: Mapping[str, str], outer: Started | None, step: Starte
             f"{outer.world_size}: they were exported before it. Remove `export RANK` and `export WORLD_SIZE`"
         )
     by = "`megatron-rl train`" if local else "torchrun"
-    return Started(by, rank, world, _number(environ, "LOCAL_RANK"), environ.get(LAUNCH, ""))
+    return Started(by, rank, world, local_rank, environ.get(LAUNCH, ""))
 
 
 def _slurm_step(environ: Mapping[str, str]) -> Started:
     """The step that srun made. Refuses what sbatch inherited from a step in which it was called."""
-    world, tasks = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_NTASKS")
-    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
+    world, tasks = number(environ, "SLURM_STEP_NUM_TASKS"), number(environ, "SLURM_NTASKS")
+    rank, local_rank = number(environ, "SLURM_PROCID"), number(environ, "SLURM_LOCALID")
     node, nodes = environ.get("SLURMD_NODENAME"), environ.get("SLURM_STEP_NODELIST", "(unset)")
     contradiction = ""
     if world != tasks:
         contradiction = f"SLURM_NTASKS={tasks} but SLURM_STEP_NUM_TASKS={world}"
     elif rank >= world:
         contradiction = f"SLURM_PROCID={rank} but SLURM_STEP_NUM_TASKS={world}"
+    elif local_rank >= world:
+        contradiction = f"SLURM_LOCALID={local_rank} but SLURM_STEP_NUM_TASKS={world}"
     elif node is not None and node not in _names(nodes):
         contradiction = f"SLURMD_NODENAME={node} is not in SLURM_STEP_NODELIST={nodes}"
     if contradiction:
@@ -131,7 +136,7 @@ def _slurm_step(environ: Mapping[str, str]) -> Started:
             f"from inside a step. In the script, write: {SRUN}; and submit with: env -u SLURM_STEP_ID sbatch ..."
         )
     restart = environ.get("SLURM_RESTART_COUNT", "0")
-    key = f"{_number(environ, 'SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}.{restart}"
+    key = f"{number(environ, 'SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}.{restart}"
     return Started("srun", rank, world, local_rank, key)
 
 
@@ -146,7 +151,7 @@ def _mpi_launch(environ: Mapping[str, str], step: Started | None) -> Started | N
     """By mpirun or mpiexec, inside a Slurm job or not, or by srun with one of its MPI plugins; None without MPI."""
     for by, names in MPI_LAUNCHERS.items():
         if names[0] in environ and names[2] in environ:
-            rank, size, local_rank = (_number(environ, name) for name in names)
+            rank, size, local_rank = (number(environ, name) for name in names)
             return Started(by, rank, size, local_rank, mpi=True)
     name = next((name for name in ("PMI_RANK", "PMIX_RANK") if name in environ), None)
     if name is None:
@@ -157,7 +162,7 @@ def _mpi_launch(environ: Mapping[str, str], step: Started | None) -> Started | N
             "launcher is not known here. Start the ranks with mpirun, mpiexec or srun"
         )
     plugin = "pmi2" if name == "PMI_RANK" else "pmix"
-    if _number(environ, name) != step.rank:
+    if number(environ, name) != step.rank:
         raise BootstrapError(
             f"{name}={environ[name]} but SLURM_PROCID={step.rank}: they come from two launchers, one inside the other. "
             f"Let one of them start the ranks: srun --mpi={plugin} python -m megatron_rl.train CONFIG"

@@ -48,8 +48,9 @@ def find_python(configured: str | None) -> str:
 def inspect(python: str) -> Installed:
     """Ask the interpreter. Raises SglangError when there is none, or no SGLang in its environment."""
     if not Path(python).is_file():
+        what = "a directory, not an interpreter" if Path(python).is_dir() else "no such file"
         raise SglangError(
-            f"engine.python={python}: no such file; {INSTALL} installs SGLang, or name the interpreter of an "
+            f"engine.python={python}: {what}; {INSTALL} installs SGLang, or name the interpreter of an "
             "environment that has it"
         )
     try:

@@ -6,13 +6,16 @@ matters; `tests/slurm/test_bootstrap.py` starts the same ranks for real.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import megatron_rl
-from megatron_rl.cluster.bootstrap import child_environment
+from megatron_rl.cluster.bootstrap import child_environment, task_of_step
 from megatron_rl.cluster.started import BootstrapError, Started, started
 
 BATCH = {
@@ -84,11 +87,13 @@ NESTED = BATCH | {
         pytest.param(NESTED, ["SLURMD_NODENAME=node3", "SLURM_STEP_NODELIST=node1", "env -u"], id="sbatch in a step"),
         pytest.param(BATCH | {**STEP, "SLURM_NTASKS": "8"}, ["SLURM_NTASKS=8", "SLURM_STEP_NUM_TASKS=4"], id="tasks"),
         pytest.param(STEP | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"], id="rank too high"),
+        pytest.param(STEP | {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_NUM_TASKS=4"], id="local too high"),
         pytest.param(STEP | {"SLURM_STEP_NUM_TASKS": "x"}, ["SLURM_STEP_NUM_TASKS=x", "whole number"], id="no number"),
         pytest.param(STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"], id="no nodelist"),
         pytest.param({"SLURM_STEP_ID": "0"}, ["SLURM_STEP_NUM_TASKS=(unset)"], id="half a step"),
         pytest.param({"RANK": "0"}, ["RANK=0", "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"], id="half of torch"),
         pytest.param(LOCAL | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"], id="torch rank too high"),
+        pytest.param(LOCAL | {"LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "WORLD_SIZE=4"], id="torch local rank too high"),
         pytest.param(STEP | TORCH | {"RANK": "0"}, ["RANK=0", "srun started this as rank 3", "export"], id="exported"),
         pytest.param(
             STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "1"},
@@ -105,6 +110,21 @@ def test_a_contradiction_is_refused_with_what_to_change(environ: dict[str, str],
     with pytest.raises(BootstrapError) as refusal:
         started(environ)
     assert [word for word in words if word not in str(refusal.value)] == []
+
+
+@pytest.mark.parametrize(("environ", "expected"), [(STEP, ("node2", 3)), ({"SLURMD_NODENAME": "node7"}, ("node7", 0))])
+def test_a_task_knows_its_node_and_number(environ: dict[str, str], expected: tuple[str, int]) -> None:
+    assert task_of_step(environ) == expected
+
+
+@pytest.mark.parametrize("value", ["x", "", "-1"])
+def test_a_task_whose_number_is_none_is_refused_in_words(value: str) -> None:
+    with pytest.raises(BootstrapError, match=f"SLURM_PROCID={value} should be a whole number"):
+        task_of_step({"SLURM_PROCID": value})
+    keeper = [sys.executable, "-m", "megatron_rl.cluster.keeper", "--run=r", "--role=x", "--on-stop=end", "true"]
+    ended = subprocess.run(keeper, env={**os.environ, "SLURM_PROCID": value}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert f"error: SLURM_PROCID={value} should" in ended.stderr
 
 
 @pytest.mark.parametrize("environ", [STEP, PMIX, PMI2, OPEN_MPI, HYDRA, TORCHRUN, LOCAL, BATCH | TORCH])

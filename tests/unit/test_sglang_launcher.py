@@ -116,6 +116,8 @@ def test_keys_are_told_in_a_file_of_our_own(tmp_path: Path) -> None:
 def test_no_interpreter_and_no_sglang_in_it_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(SglangError, match=r"no such file; launch/install_sglang\.sh installs SGLang"):
         inspect(str(tmp_path / "python"))
+    with pytest.raises(SglangError, match="a directory, not an interpreter; launch"):
+        inspect(str(tmp_path))
     with pytest.raises(SglangError, match="there is no SGLang in its environment"):
         inspect(sys.executable)
     (tmp_path / "python").write_text("#!/bin/sh\nexit 3\n")
