@@ -21,9 +21,9 @@ from megatron_rl.config import Config, dump
 
 from .bootstrap import child_environment
 from .devices import VISIBLE, engine_devices, visible_devices
-from .processes import EXIT_RESUMABLE, Role, start, stop
+from .processes import EXIT_RESUMABLE, Role, kill, start, stop
 from .resume import Resume, require_same_run
-from .run_dir import RunDir
+from .run_dir import Anchor, RunDir, RunDirError
 from .started import LAUNCH
 
 log = logging.getLogger(__name__)
@@ -54,14 +54,14 @@ def run_local(cfg: Config, resume: Resume | None = None) -> int:
     """Run to the end. Returns the exit code of the run: 0, or 75 when TERM came and it can be resumed.
 
     Raises:
-        RunDirError: the run directory is in use, or holds another run.
+        RunDirError: the run directory is in use, holds another run, or was moved away.
         RunFailed: a process failed.
     """
     asked = StopRequest()
     run = RunDir(cfg.run_dir)
     with run.locked(2 * cfg.cluster.stop_timeout_s) as lock:
-        run.prepare(resume is not None)
         checkpoint = resume.checkpoint() if resume else None
+        run.prepare(resume is not None)
         if resume and checkpoint:
             for change in require_same_run(run.config, cfg, resume.accept_changes):
                 log.warning("going on with a change: %s", change)
@@ -69,7 +69,10 @@ def run_local(cfg: Config, resume: Resume | None = None) -> int:
         roles: list[Role] = []
         try:
             _start_all(cfg, run, checkpoint, roles, lock)
-            return _watch(roles, asked, cfg.cluster.stop_timeout_s)
+            return _watch(roles, asked, cfg.cluster.stop_timeout_s, Anchor(run))
+        except RunDirError:
+            kill(roles)  # TERM would have them save, to a path where the run no longer is
+            raise
         finally:
             stop(roles, cfg.cluster.stop_timeout_s)
 
@@ -116,11 +119,12 @@ def _environment() -> dict[str, str]:
     return {**ours, **environ, "PYTHONUNBUFFERED": "1"}
 
 
-def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float) -> int:
+def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float, anchor: Anchor) -> int:
     """Wait until the trainer has ended. TERM and INT to this process go on to the trainer ranks, which save."""
     trainers = [r for r in roles if r.name == "trainer"]
     passed_on, left_at = False, None
     while True:
+        anchor.require()
         if asked.asked_at and not passed_on:
             log.warning("asked to end: saving the run first, which may take %.0f s at most", 10 * stop_timeout_s)
             _pass_on(trainers)

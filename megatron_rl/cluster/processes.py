@@ -99,6 +99,12 @@ def stop(roles: list[Role], timeout_s: float) -> None:
             role.process.wait()
 
 
+def kill(roles: list[Role]) -> None:
+    """KILL to all, at once."""
+    for role in roles:
+        _signal(role, signal.SIGKILL)
+
+
 def _signal(role: Role, number: int) -> None:
     """Signal the role's whole process group: its own children end with it."""
     if role.process.poll() is None:

@@ -44,7 +44,8 @@ class RankZero:
     """
 
     def __init__(self, store: Store, rank: int, poll_s: float = 0.005) -> None:
-        self._store, self._rank, self._poll_s = store, rank, poll_s
+        self.store = store
+        self._rank, self._poll_s = rank, poll_s
         self._count = 0
 
     @property
@@ -67,16 +68,16 @@ class RankZero:
         try:
             result = call()
         except BaseException as error:
-            self._store.set(key, pickle.dumps(("error", f"{what}: {error}")))
+            self.store.set(key, pickle.dumps(("error", f"{what}: {error}")))
             raise
-        self._store.set(key, pickle.dumps(("ok", result)))
+        self.store.set(key, pickle.dumps(("ok", result)))
         # 64 calls span several steps, whose collectives hold the ranks together: everyone has read this one.
-        self._store.delete_key(f"rank_zero/{self._count - 64}")
+        self.store.delete_key(f"rank_zero/{self._count - 64}")
         return result
 
     def _await(self, what: str, key: str, timeout_s: float) -> Any:
         deadline, said = time.monotonic() + timeout_s, time.monotonic() + 60
-        while not self._store.check([key]):
+        while not self.store.check([key]):
             now = time.monotonic()
             if now > deadline:
                 raise RankZeroError(f"rank {self._rank} waited {timeout_s:.0f} s for rank 0: {what}; see trainer-0.log")
@@ -84,7 +85,7 @@ class RankZero:
                 log.info("waiting for rank 0: %s", what)
                 said = now + 60
             time.sleep(self._poll_s)
-        kind, value = pickle.loads(self._store.get(key))
+        kind, value = pickle.loads(self.store.get(key))
         if kind == "error":
             raise RankZeroError(value)
         return value

@@ -6,13 +6,14 @@ rollouts/  eval/  tensorboard/  checkpoints/  weights/  logs/  endpoints/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -110,20 +111,69 @@ class RunDir:
             RunDirError: naming the owner and since when it runs; or the directory cannot be written.
         """
         with self._writable():
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - what runs while it is open must not be translated
-        with lock as handle:
-            deadline = time.monotonic() + patience_s
+            made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            with self._lock(time.monotonic() + patience_s) as handle:
+                with self._writable():
+                    handle.truncate(0)
+                    handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+                    handle.flush()
+                yield handle.fileno()
+        except BaseException:
+            if made:
+                self._remove_empty(made)
+            raise
+
+    def _lock(self, deadline: float) -> IO[str]:
+        while True:
+            with self._writable():
+                self.path.mkdir(parents=True, exist_ok=True)
+                handle = open(self._lock_file, "a+")  # noqa: SIM115 - what runs while it is open must not be translated
             while not _try_lock(handle):
                 owner = _owner(handle)
                 if not _is_gone(owner) or time.monotonic() > deadline:
+                    handle.close()
                     raise RunDirError(f"run_dir={self.path} is in use by {_describe(owner)}; choose another run_dir")
                 time.sleep(0.05)
-            with self._writable():
-                handle.truncate(0)
-                handle.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
-                handle.flush()
-            yield handle.fileno()
+            if inode(handle.fileno()) == inode(self._lock_file):
+                return handle
+            handle.close()  # whoever had it has removed it
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    def _remove_empty(self, made: Sequence[Path]) -> None:
+        """After a refusal: directories that were made for the lock, if it is all that they hold."""
+        with contextlib.suppress(OSError):
+            if [path.name for path in self.path.iterdir()] == [self._lock_file.name]:
+                self._lock_file.unlink()
+                for path in made:
+                    path.rmdir()
+
+
+class Anchor:
+    """Where a run's directory lies while the run holds it: processes write to its path, wherever it was moved."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._inode = run, inode(run.path / ".lock")
+
+    def require(self) -> None:
+        """Raise RunDirError when the directory is no longer at its path."""
+        if inode(self._run.path / ".lock") != self._inode:
+            raise RunDirError(
+                f"run_dir={self._run.path} was moved, renamed or removed while the run went on, which ends it; move it "
+                "back (or set run_dir to where it is now), and go on with --resume"
+            )
+
+
+def inode(file: Path | int) -> tuple[int, int] | None:
+    """What tells a file from any other with its name; None when there is none."""
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _try_lock(handle: IO[str]) -> bool:

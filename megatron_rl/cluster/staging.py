@@ -25,7 +25,7 @@ from typing import IO
 
 import psutil
 
-from .run_dir import RunDir
+from .run_dir import RunDir, inode
 from .staged import POLL_S, Report, Request
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Stage:
                     if left.is_dir():
                         shutil.rmtree(left)
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if _is_at(lock, self.folder / _LOCK):
+            if inode(lock.fileno()) == inode(self.folder / _LOCK):
                 return lock
             lock.close()
 
@@ -230,13 +230,3 @@ def _exclusive(path: Path) -> Iterator[None]:
     with open(path, "a+") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-def _is_at(handle: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one with this name."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    mine = os.fstat(handle.fileno())
-    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)

@@ -217,6 +217,26 @@ def test_an_engine_that_is_silent_is_replaced_and_the_run_is_the_one_that_it_was
 
 
 @pytest.mark.slow
+def test_a_run_directory_that_is_moved_away_ends_the_run_which_goes_on_when_it_is_back(
+    tmp_path: Path, inputs: Path
+) -> None:
+    folder, away, words = tmp_path / "run", tmp_path / "away", ("steps=6", *REFILL)
+    expected = uninterrupted(tmp_path / "whole", inputs, *words)
+    with LiveRun(folder, inputs, *words) as run:
+        run.wait_until("a checkpoint", lambda: (folder / "checkpoints" / "step-000002").exists())
+        folder.rename(away)
+        assert run.process.wait(60) == 1
+        assert f"error: run_dir={folder} was moved, renamed or removed while the run went on" in run.output
+        assert "Traceback" not in run.output
+        run.end()  # no process is left
+    shutil.rmtree(folder, ignore_errors=True)  # what was written to the old path at that moment
+    away.rename(folder)
+    resumed = train(folder, inputs, *words, "--resume")
+    assert resumed.code == 0, resumed.output
+    assert_same_run(folder, expected)
+
+
+@pytest.mark.slow
 def test_a_controller_that_is_silent_ends_the_run_at_the_deadline_with_its_log(tmp_path: Path, inputs: Path) -> None:
     folder = tmp_path / "run"
     with LiveRun(folder, inputs, "steps=9", *REFILL, "cluster.controller_timeout_s=10") as run:
@@ -283,6 +303,9 @@ def test_what_does_not_fit_the_earlier_run_is_refused_and_an_older_checkpoint_ca
         assert state in answer
         assert "--resume-from 2" in answer
     assert "no checkpoint of step 3; it has those of: 2, 4" in refused("--resume-from=3")
+    nowhere = train(tmp_path / "nowhere" / "run", inputs, *words, "--resume-from=3")
+    assert "has no checkpoint of step 3; it has those of: none" in nowhere.output
+    assert (nowhere.code, (tmp_path / "nowhere").exists()) == (1, False)
     resumed = train(folder, inputs, *words, "--resume-from", "2")
     assert resumed.code == 0, resumed.output
     assert exact_metrics(folder) == before

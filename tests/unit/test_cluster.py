@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.cluster import ports
+from megatron_rl.cluster import ports, run_dir
 from megatron_rl.cluster.ports import EPHEMERAL, free_port
 from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.resume import require_same_run
-from megatron_rl.cluster.run_dir import RunDir, RunDirError
+from megatron_rl.cluster.run_dir import Anchor, RunDir, RunDirError
 from megatron_rl.config import Config, dump, validate
 
 
@@ -73,6 +76,55 @@ def test_a_run_directory_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
         pass
     with run.locked():
         pass
+
+
+def refuse_after(action: Callable[[], None]) -> None:
+    action()
+    raise ValueError("refused")
+
+
+def test_a_refusal_leaves_no_directory_that_was_not_there(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for path in (tmp_path / "there" / "new" / "run", tmp_path / "there"):
+        with pytest.raises(ValueError, match="refused"), RunDir(path).locked():
+            raise ValueError("refused")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [".lock"]
+    with pytest.raises(ValueError, match="refused"), RunDir(tmp_path / "new").locked():
+        refuse_after(lambda: RunDir(tmp_path / "new").prepare(resume=False))
+    assert (tmp_path / "new" / "logs").is_dir()
+
+
+def test_a_lock_whose_file_was_removed_before_it_was_held_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real, seen = RunDir(tmp_path / "run"), run_dir._try_lock, []
+
+    def removed_at_first(handle: IO[str]) -> bool:
+        if not seen:
+            os.unlink(handle.name)
+        seen.append(handle)
+        return real(handle)
+
+    monkeypatch.setattr(run_dir, "_try_lock", removed_at_first)
+    with run.locked():
+        assert (run.path / ".lock").stat().st_size > 0
+    assert len(seen) == 2
+
+
+def test_a_directory_that_is_moved_while_it_is_held_is_noticed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with run.locked():
+        anchor = Anchor(run)
+        anchor.require()
+        run.path.rename(tmp_path / "elsewhere")
+        with pytest.raises(RunDirError, match=r"run_dir=.*/run was moved, renamed or removed while .*--resume"):
+            anchor.require()
+        run.prepare(resume=True)  # made again by a process that went on writing
+        with pytest.raises(RunDirError, match="was moved"):
+            anchor.require()
+        shutil.rmtree(run.path)
+        (tmp_path / "elsewhere").rename(run.path)
+        anchor.require()
 
 
 def test_an_earlier_run_is_not_overwritten_unless_resumed(tmp_path: Path) -> None:

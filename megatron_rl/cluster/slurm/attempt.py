@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.cluster.run_dir import Anchor, RunDir
 from megatron_rl.config import Config
 
 from .allocation import Allocation
@@ -69,10 +69,17 @@ class Attempt:
     """See the module. `name` is unique among all attempts of all runs; `folder` takes the logs."""
 
     def __init__(
-        self, cfg: Config, placement: Placement, allocation: Allocation, folder: Path, name: str, notice: Notice
+        self,
+        cfg: Config,
+        placement: Placement,
+        allocation: Allocation,
+        folder: Path,
+        name: str,
+        notice: Notice,
+        anchor: Anchor,
     ) -> None:
         self._cfg, self._placement, self._allocation = cfg, placement, allocation
-        self._folder, self._name, self._notice = folder, name, notice
+        self._folder, self._name, self._notice, self._anchor = folder, name, notice, anchor
         self._run = RunDir(cfg.run_dir)
         self._steps: dict[str, Step] = {}
         self._progress = Progress(self._run.metrics)
@@ -80,7 +87,7 @@ class Attempt:
         self._left_alone_since: float | None = None
 
     def run(self, checkpoint: Path | None) -> Outcome:
-        """Start all steps, wait for the end, end what is left."""
+        """Start all steps, wait for the end, end what is left. Raises RunDirError when the directory was moved."""
         outcome: Outcome | None = None
         try:
             self._start(checkpoint)
@@ -121,6 +128,7 @@ class Attempt:
 
     def _watch(self) -> Outcome:
         while True:
+            self._anchor.require()
             self._pass_signal_on()
             outcome = self._trainer_ended() or self._others_ended() or self._overdue() or self._hung()
             if outcome:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_rl.cluster.processes import EXIT_RESUMABLE
 from megatron_rl.cluster.resume import require_same_run
-from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.cluster.run_dir import Anchor, RunDir
 from megatron_rl.config import Config, dump, validate
 
 from .allocation import Allocation, SlurmError
@@ -73,7 +73,7 @@ def run_in_allocation(cfg: Config, start: Start) -> int:
 
     Raises:
         ConfigError: the configuration does not fit the allocation, or not what is left of it.
-        RunDirError: the run directory is in use, or holds another run.
+        RunDirError: the run directory is in use, holds another run, or was moved away.
         SlurmError: Slurm does not answer.
     """
     signalled = Signalled()
@@ -87,7 +87,7 @@ class Supervisor:
 
     def __init__(self, cfg: Config, start: Start, run: RunDir, allocation: Allocation, signalled: Signalled) -> None:
         self._cfg, self._start, self._run = cfg, start, run
-        self._allocation, self._signalled = allocation, signalled
+        self._allocation, self._signalled, self._anchor = allocation, signalled, Anchor(run)
         self._folder = run.logs / f"{cfg.name}-{allocation.job}"
         self._record = JobRecord.load(self._folder / "job.json")
         self._needed = need(cfg, allocation.shape)
@@ -118,6 +118,7 @@ class Supervisor:
                 return self._leave()
 
     def _attempt(self, checkpoint: Path | None) -> Outcome:
+        self._anchor.require()
         usable = self._allocation.usable(self._allocation.nodes())
         placement = place(self._cfg, self._needed, usable, self._allocation.shape, self._record.strikes)
         cfg = self._cfg_of(placement)
@@ -133,7 +134,7 @@ class Supervisor:
         log.info("  follow it: tail -f '%s/trainer-%s-0.log'", folder, placement.trainer[0])
         name = f"{self._allocation.job}-{number}-{secrets.token_hex(4)}"
         notice = Notice(lambda: self._signalled.at)
-        outcome = Attempt(cfg, placement, self._allocation, folder, name, notice).run(checkpoint)
+        outcome = Attempt(cfg, placement, self._allocation, folder, name, notice, self._anchor).run(checkpoint)
         self._record.finish(outcome.verdict.value, outcome.reason, outcome.nodes, outcome.first_row_s)
         say = log.error if outcome.verdict is Verdict.FAILED else log.info
         say("attempt %d %s: %s", number, outcome.verdict.value, outcome.reason)
