@@ -26,7 +26,6 @@ class Pace:
     Attributes:
         mode: `rollout.mode`.
         keeps: unfinished groups are suspended, not given back.
-        drops: groups with tokens older than allowed are generated anew.
         refill: groups without a signal are replaced.
         needed: groups of one batch.
         round: groups that run at once for one batch, ceil(oversample x needed).
@@ -36,7 +35,6 @@ class Pace:
 
     mode: str
     keeps: bool
-    drops: bool
     refill: bool
     needed: int
     oversample: float
@@ -50,7 +48,6 @@ class Pace:
         return cls(
             mode=r.mode,
             keeps=r.partial_rollouts or r.mode == "async",
-            drops=r.stale_policy == "drop",
             refill=r.dynamic_sampling == "refill",
             needed=r.groups_per_step,
             oversample=r.oversample,
@@ -77,14 +74,15 @@ class Pace:
         """Batches that are wanted now, that of `step` included; `chosen`: it is there already.
 
         >>> from dataclasses import replace
-        >>> pace = Pace("one_step_off", False, True, False, 8, 1.0, 2, steps=10)
+        >>> pace = Pace("one_step_off", False, False, 8, 1.0, 2, steps=10)
         >>> pace.batches(3, chosen=False), pace.batches(3, chosen=True), pace.batches(9, chosen=True)
         (1, 2, 1)
         >>> replace(pace, mode="async").batches(3, chosen=False)
         3
         """
-        ahead = {"sync": 1, "one_step_off": 2 if chosen else 1, "async": self.max_staleness + 1}[self.mode]
-        return min(ahead, self.steps - step)
+        if chosen and step + 1 >= self.steps:
+            return 1
+        return {"sync": 1, "one_step_off": 2 if chosen else 1, "async": self.max_staleness + 1}[self.mode]
 
     def missing(self, step: int, chosen: bool, usable: int) -> int:
         """Groups still wanted when `usable` finished ones are there, those of a chosen batch among them; 0 = none."""
@@ -95,7 +93,8 @@ class Pace:
 
         What is kept costs nothing, so a run that keeps its unfinished groups has `round` of them at work until the
         batch is complete: a straggler takes one place and blocks nobody. Where they are given back, none is started
-        that is not expected to be used (`groups_to_start`).
+        that is not expected to be used (`groups_to_start`). `async` expects all to be used, within the slots: started
+        beyond that, they would be too old when their turn comes.
 
         Args:
             usable, finished: finished groups that may be trained on, and all of them.
@@ -114,7 +113,7 @@ class Pace:
             finished=finished,
             in_flight=alive - usable,
             capacity=batches * self.round,
-            oversample=self.oversample,
+            oversample=1.0 if self.never_halts else self.oversample,
             refill=self.refill,
         )
 

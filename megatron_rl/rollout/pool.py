@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,11 +129,11 @@ class GroupPool:
             self._usable.discard(group_id)
             heapq.heappush(self._waiting, group_id)
 
-    def expire(self, oldest_version: int, but: Collection[int] = ()) -> list[Group]:
-        """Give back finished and suspended groups, `but` these, with tokens from older weights; returns them."""
-        alive = [*self.finished.values(), *self.partials.values()]
-        stale = [group for group in alive if group.version_first < oldest_version and group.id not in but]
-        self.give_back(group.id for group in stale)
+    def expire(self, too_old: Callable[[Group], bool], but: Collection[int] = ()) -> list[int]:
+        """Give back finished and suspended groups that are too old, `but` these; returns their ids."""
+        kept = [*self.finished.values(), *self.partials.values()]
+        stale = [group.id for group in kept if group.id not in but and too_old(group)]
+        self.give_back(stale)
         return stale
 
     def retire(self, trained: Collection[int], filtered: Collection[int]) -> None:

@@ -135,16 +135,19 @@ class Scheduler:
         require_started_version(group)
         if group.unfinished:
             self.pool.suspend(group)
-        else:
-            self.pool.finish(group)
-            self._seen.finish(group)
+            return
+        self.pool.finish(group)
+        self._seen.finish(group)
+        if self._too_old(group):  # it was being judged when the others like it went
+            self.pool.give_back([group.id])
+            self._seen.stale_groups += 1
 
     def _choose(self) -> None:
         progress = self.progress
         if progress.choice is not None or not self._published or self.pool.usable_count < self.pace.needed:
             return
         by_age = sorted(self.pool.finished.values(), key=lambda group: group.version_first)
-        usable = {group.id: self.pool.usable(group) for group in by_age if self._fresh(group)}
+        usable = {group.id: self.pool.usable(group) for group in by_age if not self._too_old(group)}
         choice = choose(usable, self.pool.in_flight, self.pace.needed, in_order=self._cfg.deterministic)
         if choice is None:
             return
@@ -158,16 +161,16 @@ class Scheduler:
         self._seen, self._owed_since = Seen(), None
 
     def _expire(self) -> None:
-        """What the next batch cannot take makes room for what it can; where nothing is dropped, it takes everything."""
-        if not self.pace.drops or self._expired_below == self._oldest:
+        """What the next batch cannot take makes room for what it can."""
+        if self._expired_below == self._oldest:
             return
         self._expired_below = self._oldest
-        stale = len(self.pool.expire(self._oldest, but=self._settled))
+        stale = self.pool.expire(self._too_old, but=self._settled)
         running = self.pool.in_flight - self._ending
-        old = [i for i, g in self._maker.in_flight.items() if i in running and g.version_first < self._oldest]
+        old = [i for i, group in self._maker.in_flight.items() if i in running and self._too_old(group)]
         self._end(old)
         if self._cfg.rollout.off_policy:  # else it is the surplus of a step, and nothing is lost by age
-            self._seen.stale_groups += stale + len(old)
+            self._seen.stale_groups += len(stale) + len(old)
 
     def _halt(self) -> None:
         chosen = self.progress.choice is not None
@@ -281,8 +284,12 @@ class Scheduler:
         """Prompts that may be started for one batch."""
         return (self._cfg.rollout.max_sample_rounds - 1) * self.pace.round + self.pace.capacity
 
-    def _fresh(self, group: Group) -> bool:
-        return not self.pace.drops or group.version_first >= self._oldest
+    def _too_old(self, group: Group) -> bool:
+        """Whether the next batch cannot take the group; masking takes it as long as a token is left."""
+        policy = self._cfg.rollout.stale_policy
+        if policy == "mask_stale_tokens":
+            return not group.unfinished and max(s.version_last for s in group.samples) < self._oldest
+        return policy == "drop" and group.version_first < self._oldest
 
     def _measure(self, choice: Choice, groups: list[Group], masked: int) -> dict[str, float]:
         pace, rollout = self.pace, self._cfg.rollout
