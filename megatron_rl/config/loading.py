@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -28,6 +28,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             name), or a value that is not allowed. All problems found are listed.
     """
     merged = _merge(_read(Path(path), ()), _parse_overrides(overrides), "the overrides")
+    _refuse_open(_open_keys(merged), str(path))
     try:
         values = OmegaConf.to_container(merged, resolve=True)
     except InterpolationKeyError as error:
@@ -87,7 +88,39 @@ def _merge(below: DictConfig, above: DictConfig, source: str) -> DictConfig:
         raise ConfigError(
             f"{clash}: {source} has a list where a mapping is expected, or the reverse; correct one of them"
         )
+    # OmegaConf would keep the value below and say nothing.
+    _refuse_open([key for key in _open_keys(above) if _is_given(below, key)], source)
     return OmegaConf.merge(below, above)  # type: ignore[return-value]
+
+
+def _open_keys(values: DictConfig) -> list[str]:
+    """Where `???` stands, which is OmegaConf's mark of a value that others have to give."""
+
+    def walk(found: Any, key: str) -> Iterator[str]:
+        if isinstance(found, dict):
+            for name, value in found.items():
+                yield from walk(value, f"{key}.{name}" if key else str(name))
+        elif isinstance(found, list):
+            for i, value in enumerate(found):
+                yield from walk(value, f"{key}[{i}]")
+        elif found == MISSING:
+            yield key
+
+    return sorted(walk(OmegaConf.to_container(values, resolve=False), ""))
+
+
+def _is_given(values: DictConfig, key: str) -> bool:
+    found: Any = OmegaConf.to_container(values, resolve=False)
+    for part in key.split("."):
+        found = found.get(part, MISSING) if isinstance(found, dict) else MISSING
+    return bool(found != MISSING)
+
+
+def _refuse_open(keys: Sequence[str], source: str) -> None:
+    """A file may leave a value to others, a run may not."""
+    if keys:
+        listed = ", ".join(f"{key}={MISSING}" for key in keys)
+        raise ConfigError(f"{source}: {listed}: {MISSING} stands for a value that is still to be given; write one")
 
 
 def _clash(below: DictConfig, above: DictConfig, prefix: str = "") -> str | None:
@@ -112,9 +145,11 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         if not equals or not key.strip() or key.startswith("-"):
             raise ConfigError(f"override {word!r}: write section.key=value, for example optimizer.lr=1e-6")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
+        parsed = OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"overrides {list(overrides)}: {error}") from error
+    _refuse_open(_open_keys(parsed), "the overrides")
+    return parsed
 
 
 def _explain(error: dict[str, Any]) -> str:
