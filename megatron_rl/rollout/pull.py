@@ -36,6 +36,8 @@ class StepStatus:
     status: str
     progress: dict[str, int] = field(default_factory=dict)
     message: str = ""
+    needs_weights: list[str] = field(default_factory=list)
+    """Engines that are up, do not hold the published weights and cannot get them by themselves."""
 
 
 class ControllerClient:
@@ -79,15 +81,27 @@ class ControllerClient:
         """How far step `step` is."""
         return StepStatus(**orjson.loads(self._get(f"/v1/step/{step}")))
 
-    def wait_ready(self, step: int, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> StepStatus:
-        """Poll until step `step` is ready, or `interrupted()`: then the status is what it was.
+    def wait_ready(
+        self,
+        step: int,
+        timeout_s: float,
+        interrupted: Callable[[], bool] = lambda: False,
+        enough: Callable[[StepStatus], bool] = lambda status: False,
+    ) -> StepStatus:
+        """Poll until step `step` is ready, or the status is `enough`, or `interrupted()`: then it is what it was.
 
         Raises ControllerError with the controller's message if the step never will be ready.
         """
-        return self._poll(f"the rollouts of step {step}", lambda: self.step_status(step), timeout_s, interrupted)
+        what = f"the rollouts of step {step}"
+        return self._poll(what, lambda: self.step_status(step), timeout_s, interrupted, enough)
 
     def _poll(
-        self, what: str, ask: Callable[[], StepStatus], timeout_s: float, interrupted: Callable[[], bool]
+        self,
+        what: str,
+        ask: Callable[[], StepStatus],
+        timeout_s: float,
+        interrupted: Callable[[], bool],
+        enough: Callable[[StepStatus], bool] = lambda status: False,
     ) -> StepStatus:
         deadline = time.monotonic() + timeout_s
         while (status := ask()).status != "ready":
@@ -98,7 +112,7 @@ class ControllerClient:
                     f"waited {timeout_s:g} s for {what}; the controller is {status.status}, "
                     f"{status.progress or status.message}; look at {self._log}, or raise rollout.step_timeout_s"
                 )
-            if interrupted():
+            if interrupted() or enough(status):
                 break
             time.sleep(POLL_S)
         return status
