@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.audit import cursor_of, saved_books
-from megatron_rl.config import Config, ConfigError, HfConfig, check
+from megatron_rl.config import Config, ConfigError, HfConfig, check, read_hf_config
 from megatron_rl.data import DataError, PromptDataset, check_targets
 from megatron_rl.engines.sglang_install import SglangError, find_python, require_tested
 from megatron_rl.policy import checkpoint
@@ -90,12 +90,13 @@ def checkpoint_to_resume(cfg: Config, prompts: Prompts, step: int | None) -> Pat
     """The checkpoint of `step`, or the newest one; None when the run has not saved any yet.
 
     Raises:
-        CheckpointError: there is none of that step, or it is damaged; the message names the file.
+        CheckpointError: there is none of that step, it is damaged, or it is of another model; the message names it.
         DataError: the run has dealt from other prompts than `prompts`, or in another order.
     """
     found = checkpoint.latest(Path(cfg.run_dir)) if step is None else checkpoint.at(Path(cfg.run_dir), step)
     if found is not None:
-        checkpoint.verify(found)
+        manifest = checkpoint.verify(found)
+        checkpoint.require_model(found, manifest, read_hf_config(cfg.model.path).shape, cfg.model.path)
         try:
             cursor_of(cfg, prompts, saved_books(found))
         except DataError as error:

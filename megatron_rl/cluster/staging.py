@@ -130,7 +130,7 @@ class Stage:
         for old in self.folder.iterdir():
             if old.is_dir():
                 shutil.rmtree(old)
-        files = [path for path in sorted(source.iterdir()) if path.is_file()]
+        files = [path for path in sorted(source.iterdir()) if path.is_file() and not path.name.startswith(".")]
         self._require_room(source, sum(path.stat().st_size for path in files))
         copying = self.folder / f"{_COPYING}{target.name}"
         copying.mkdir()

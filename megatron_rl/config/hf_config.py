@@ -24,6 +24,18 @@ _ROPE_KEYS = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """What each type cannot do without."""
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "qkv_bias",
+    "qk_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,11 @@ class HfConfig:
     qkv_bias: bool
     qk_norm: bool
     raw: dict[str, Any] = field(repr=False, compare=False)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What decides which weights there are, and of which size: two models that differ here cannot swap weights."""
+        return {name: getattr(self, name) for name in _SHAPE}
 
     @property
     def num_parameters(self) -> int:

@@ -38,6 +38,7 @@ MANIFEST = "manifest.json"
 EXTRA = "extra"
 _TEMPORARY = ".tmp-"
 _NAME = re.compile(r"step-(\d{6,})")
+_HELD_BY_NFS = re.compile(r"\.nfs[0-9a-f]+")
 
 
 class CheckpointError(RuntimeError):
@@ -68,11 +69,13 @@ def complete(
     metric: float | None,
     layout: Mapping[str, Any],
     config_hash: str,
+    model: Mapping[str, Any],
     digests: Mapping[str, str],
 ) -> Path:
     """Add `extra` (bytes, or anything that JSON can hold) and the manifest, sync all to disk, and give the final name.
 
     Args:
+        model: `HfConfig.shape` of the model.
         digests: `digest_of_file` of files that whoever wrote them knows already, by path within the checkpoint.
 
     Returns:
@@ -89,7 +92,7 @@ def complete(
         name: FileFacts(path.stat().st_size, digests.get(name) or digest_of_file(path))
         for name, path in _files(folder).items()
     }
-    manifest = Manifest(step, metric, dict(layout), config_hash, files)
+    manifest = Manifest(step, metric, dict(layout), config_hash, files, dict(model))
     (folder / MANIFEST).write_text(manifest.to_json())
     for path in [*_files(folder).values(), *(p for p in folder.rglob("*") if p.is_dir()), folder]:
         sync(path)
@@ -163,6 +166,24 @@ def verify(checkpoint: Path) -> Manifest:
     return manifest
 
 
+def require_model(checkpoint: Path, manifest: Manifest, model: Mapping[str, Any], path: str) -> None:
+    """Refuse a model whose weights are not those of the checkpoint. `model`: `HfConfig.shape` of the one at `path`.
+
+    Raises:
+        CheckpointError: with both values of everything that differs.
+    """
+    changes = [
+        f"{name} {value} there, {model.get(name)} here"
+        for name, value in manifest.model.items()
+        if value != model.get(name)
+    ]
+    if changes:
+        raise CheckpointError(
+            f"{checkpoint} holds another model than model.path={path}: {', '.join(changes)}. No option makes its "
+            "weights fit: resume with the model of that run, or choose another run_dir"
+        )
+
+
 def verify_contents(checkpoint: Path, part: int, parts: int) -> None:
     """Compare the bytes of every `parts`-th file, from number `part` on, with what was written.
 
@@ -195,6 +216,8 @@ def read_extra(checkpoint: Path) -> dict[str, Any]:
     """
     extra: dict[str, Any] = {}
     for path in sorted((checkpoint / EXTRA).iterdir()):
+        if _HELD_BY_NFS.fullmatch(path.name):
+            continue
         try:
             extra[path.stem] = path.read_bytes() if path.suffix == ".bin" else json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -244,8 +267,12 @@ def _all(run_dir: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """All files below `folder`, by their path within it."""
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    """All files below `folder`, by their path within it, but those that NFS keeps for readers of a removed one."""
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not _HELD_BY_NFS.fullmatch(path.name)
+    }
 
 
 def _read_manifest(checkpoint: Path) -> Manifest:

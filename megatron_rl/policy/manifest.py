@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_rl.policy.digest import digest_of
@@ -27,6 +27,7 @@ class Manifest:
         layout: sizes of the parallel layout that wrote it, and whether the optimizer was distributed.
         config_hash: of the whole configuration.
         files: every other file, by its path within the checkpoint.
+        model: what decides the names and sizes of its weights; empty in checkpoints of early versions.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Manifest:
     layout: dict[str, Any]
     config_hash: str
     files: dict[str, FileFacts]
+    model: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Its text, with a hash of all the rest at the end."""

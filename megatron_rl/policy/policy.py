@@ -285,7 +285,14 @@ class Policy:
 
         def complete() -> None:
             checkpoint.complete(
-                run_dir, step, extra, metric=metric, layout=parallel, config_hash=config_hash, digests=digests
+                run_dir,
+                step,
+                extra,
+                metric=metric,
+                layout=parallel,
+                config_hash=config_hash,
+                model=self.hf.shape,
+                digests=digests,
             )
             checkpoint.prune(run_dir, kept.keep_last, kept.keep_best)
 
@@ -299,7 +306,8 @@ class Policy:
         written again.
 
         Raises:
-            CheckpointError: on every rank; the checkpoint is damaged, or was written with the other kind of optimizer.
+            CheckpointError: on every rank; the checkpoint is damaged, of another model, or was written with the other
+                kind of optimizer.
         """
         on_rank_zero(lambda: self._check(checkpoint.verify(folder), folder), CheckpointError)
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -324,6 +332,7 @@ class Policy:
             raise checkpoint.unreadable(folder, folder / "policy", error) from error
 
     def _check(self, manifest: Manifest, folder: Path) -> None:
+        checkpoint.require_model(folder, manifest, self.hf.shape, self._cfg.model.path)
         key = "use_distributed_optimizer"
         stored = manifest.layout[key]
         if stored != self._cfg.parallel.use_distributed_optimizer:

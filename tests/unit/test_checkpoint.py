@@ -16,7 +16,12 @@ def write(run_dir, step, metric=None, extra=None, content=b"weights"):
     folder = checkpoint.begin(run_dir, step)
     (folder / "policy").mkdir()
     (folder / "policy" / "data.distcp").write_bytes(content)
-    facts = {"metric": metric, "layout": {"sizes": 1}, "config_hash": "abc"}
+    facts = {
+        "metric": metric,
+        "layout": {"sizes": 1},
+        "config_hash": "abc",
+        "model": {"num_layers": 2, "qk_norm": True},
+    }
     return checkpoint.complete(run_dir, step, extra or {}, **facts, digests={})
 
 
@@ -65,7 +70,9 @@ def test_a_failure_while_completing_leaves_the_older_checkpoint_as_the_latest(tm
     write(tmp_path, 1)
     checkpoint.begin(tmp_path, 2)
     with pytest.raises(TypeError):
-        checkpoint.complete(tmp_path, 2, {"bad": object()}, metric=None, layout={}, config_hash="", digests={})
+        checkpoint.complete(
+            tmp_path, 2, {"bad": object()}, metric=None, layout={}, config_hash="", model={}, digests={}
+        )
     assert checkpoint.latest(tmp_path).name == "step-000001"
     checkpoint.verify(checkpoint.latest(tmp_path))
 
@@ -209,3 +216,31 @@ def test_other_names_are_not_checkpoints(tmp_path):
     assert checkpoint.latest(tmp_path).name == "step-000001"
     with pytest.raises(CheckpointError, match="step-NNNNNN"):
         checkpoint.step_of(tmp_path / "notes")
+
+
+def test_files_that_nfs_keeps_for_a_reader_do_not_count(tmp_path):
+    folder = write(tmp_path, 4, extra={"progress": {"step": 4}})
+    for place in (folder, folder / "policy", folder / "extra"):
+        (place / ".nfs000000000123abcd00000001").write_bytes(b"gone")
+    assert set(checkpoint.verify(folder).files) == {"policy/data.distcp", "extra/progress.json"}
+    assert checkpoint.read_extra(folder) == {"progress": {"step": 4}}
+    (folder / "policy" / ".nfs-notes").write_bytes(b"of a user")
+    with pytest.raises(CheckpointError, match="nfs-notes does not belong to this checkpoint"):
+        checkpoint.verify(folder)
+
+
+def test_a_model_of_another_shape_is_refused_with_what_differs(tmp_path):
+    folder = write(tmp_path, 4)
+    manifest = checkpoint.verify(folder)
+    checkpoint.require_model(folder, manifest, {"num_layers": 2, "qk_norm": True, "new": 1}, "models/x")
+    told = r"step-000004 holds another model than model.path=models/x: num_layers 2 there, 3 here, qk_norm True there"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.require_model(folder, manifest, {"num_layers": 3}, "models/x")
+
+
+def test_a_manifest_without_facts_of_the_model_goes_with_every_model(tmp_path):
+    folder = write(tmp_path, 4)
+    facts = json.loads((folder / "manifest.json").read_text())
+    del facts["model"], facts["digest"]
+    (folder / "manifest.json").write_text(json.dumps(facts | {"digest": digest_of(json.dumps(facts).encode())}))
+    checkpoint.require_model(folder, checkpoint.verify(folder), {"num_layers": 3}, "models/x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from megatron_rl.audit import cursor_of
-from megatron_rl.config import Config, ConfigError, dump
+from megatron_rl.config import Config, ConfigError, dump, read_hf_config
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.data import DataError
 from megatron_rl.data.tiny_model import write_tiny_model
 from megatron_rl.policy import checkpoint
+from megatron_rl.policy.checkpoint import CheckpointError
 from megatron_rl.preflight import check_device, check_inputs, checkpoint_to_resume
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.controller import Prompts
@@ -79,13 +81,31 @@ def test_other_prompts_than_those_of_the_run_are_refused_whatever_its_config_say
         checkpoint_to_resume(reordered, check_inputs(reordered).prompts, None)
 
 
+def test_a_model_of_another_shape_than_the_run_s_is_refused_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "2"}) + "\n")
+    other = shutil.copytree(model, tmp_path / "other")
+    facts = json.loads((other / "config.json").read_text())
+    layers = facts["num_hidden_layers"]
+    (other / "config.json").write_text(json.dumps(facts | {"num_hidden_layers": layers + 1}))
+    sections = {"reward": reward("tests.unit.rollout_hooks:even_count"), "data": {"prompts": str(prompts)}}
+    mine, theirs = (config(tmp_path / "run", path, [], **sections) for path in (model, other))
+    save(mine, Prompts(mine))
+    told = (
+        rf"step-000001 holds another model than model.path={other}: num_layers {layers} there, {layers + 1} here\. No"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint_to_resume(theirs, Prompts(theirs), None)
+
+
 def save(cfg: Config, prompts: Prompts) -> None:
     """A checkpoint of step 1, as far as prompts are concerned."""
     books = {"cursor": cursor_of(cfg, prompts).state_dict()}
     controller = encode({}, {"state": {"pool": books}, "groups": []})
     checkpoint.begin(Path(cfg.run_dir), 1)
     facts = {"metric": None, "layout": {}, "config_hash": "", "digests": {}}
-    checkpoint.complete(Path(cfg.run_dir), 1, {"controller": controller}, **facts)
+    shape = read_hf_config(cfg.model.path).shape
+    checkpoint.complete(Path(cfg.run_dir), 1, {"controller": controller}, model=shape, **facts)
 
 
 @pytest.mark.parametrize(
