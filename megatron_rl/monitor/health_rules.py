@@ -190,6 +190,33 @@ RULES: tuple[Rule, ...] = (
         "{now:.0%} of the groups are all right or all wrong and were dropped; 10 to 30 % is usual",
     ),
     Rule(
+        "groups dropped for age",
+        "WARNING",
+        "rollout/stale_dropped_fraction",
+        lambda t, _: t.now > 0.2 and t.now > t.start + 0.1,
+        lambda t, _: t.now < 0.1 or t.now < t.start + 0.05,
+        "{now:.0%} of the groups are dropped since a token is too old ({start:.0%} at the start): long answers are "
+        "thrown away and short ones favoured; raise rollout.max_staleness, or set "
+        "rollout.stale_policy=keep_with_correction",
+    ),
+    Rule(
+        "many groups dropped for age",
+        "INFO",
+        "rollout/stale_dropped_fraction",
+        lambda t, _: t.now > 0.2,
+        lambda t, _: t.now < 0.1,
+        "{now:.0%} of the groups are dropped since a token is too old, mostly long answers; see docs/rollouts.md",
+    ),
+    Rule(
+        "tokens grow older",
+        "WARNING",
+        "rollout/staleness_mean",
+        lambda t, _: t.now > 2 * t.start and t.now > t.start + 1.0,
+        lambda t, _: t.now < 1.5 * t.start or t.now < t.start + 0.5,
+        "tokens are {now:.2g} weight versions behind on average ({start:.2g} at the start): engines fall behind the "
+        "trainer; add engines, lower rollout.max_staleness, or watch gap/ess",
+    ),
+    Rule(
         "KL to the reference",
         "WARNING",
         "policy/kl_reference",

@@ -21,6 +21,8 @@ class MetricInfo:
     meaning: str
     unit: str
     denominator: str
+    runs: str = ""
+    """In which runs it is written; empty: in all."""
 
 
 _TOKENS = "trainable response tokens of the batch"
@@ -29,6 +31,9 @@ _TRAINED = "sequences with at least one trainable token"
 _SAMPLES = "finished samples of the step, before groups are dropped"
 _ANSWERS = "evaluated samples"
 _ONE = "one value a step"
+_RESPONSES = "response tokens of the batch"
+_TURNS = "with rollout.environment"
+_OFF_POLICY = "asynchronous, one step off, or with partial rollouts"
 
 METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("reward/mean", "total reward after weighting and shaping", "reward", _SEQUENCES),
@@ -44,9 +49,37 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("rollout/response_length_min", "shortest response", "tokens", _ONE),
     MetricInfo("rollout/prompt_length_mean", "length of a prompt", "tokens", _SEQUENCES),
     MetricInfo("rollout/truncated_fraction", "responses cut at the length limit", "share", _SEQUENCES),
+    MetricInfo("rollout/turns_mean", "turns of the model in a response", "turns", _SEQUENCES, _TURNS),
+    MetricInfo("rollout/turns_max", "most turns of a response", "turns", _ONE, _TURNS),
+    MetricInfo(
+        "rollout/observation_tokens_mean", "tokens of an environment in a response", "tokens", _SEQUENCES, _TURNS
+    ),
+    MetricInfo(
+        "rollout/environment_errors", "samples not judged since their environment failed", "samples", _ONE, _TURNS
+    ),
     MetricInfo("rollout/groups_dropped_fraction", "groups without a learning signal", "share", "groups generated"),
     MetricInfo("rollout/groups_generated", "groups generated to fill the batch", "groups", _ONE),
     MetricInfo("rollout/sample_rounds", "rounds of sampling until the batch was full", "rounds", _ONE),
+    MetricInfo("rollout/staleness_mean", "weight versions that a token is behind", "versions", _RESPONSES, _OFF_POLICY),
+    MetricInfo("rollout/staleness_max", "most that a token is behind", "versions", _ONE, _OFF_POLICY),
+    MetricInfo("rollout/staleness_share_<k>", "tokens that are k versions behind", "share", _RESPONSES, _OFF_POLICY),
+    MetricInfo(
+        "rollout/staleness_share_over", "tokens further behind than max_staleness", "share", _RESPONSES, _OFF_POLICY
+    ),
+    MetricInfo(
+        "rollout/stale_masked_fraction", "tokens taken out of the loss for their age", "share", _RESPONSES, _OFF_POLICY
+    ),
+    MetricInfo("rollout/stale_groups_dropped", "groups dropped for the age of a token", "groups", _ONE, _OFF_POLICY),
+    MetricInfo(
+        "rollout/stale_dropped_fraction", "groups dropped for age", "share", "those and the batch's", _OFF_POLICY
+    ),
+    MetricInfo("rollout/resumed_tokens", "tokens that resumed groups had already", "tokens", _ONE, _OFF_POLICY),
+    MetricInfo("rollout/pool_groups", "groups alive beside the batch", "groups", _ONE, _OFF_POLICY),
+    MetricInfo("rollout/pool_groups_partial", "those with an unfinished response", "groups", _ONE, _OFF_POLICY),
+    MetricInfo(
+        "rollout/pool_age_mean", "versions that their oldest token is behind", "versions", "such groups", _OFF_POLICY
+    ),
+    MetricInfo("rollout/pool_age_max", "largest such age", "versions", _ONE, _OFF_POLICY),
     MetricInfo("system/retries", "requests sent again after a transport error", "requests", _ONE),
     MetricInfo("rollout/epoch", "passes over the prompts so far", "epochs", _ONE),
     MetricInfo("policy/loss", "policy loss that was minimised", "loss", "as the loss is normalised"),
@@ -108,7 +141,11 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("system/tokens_per_second", "trained tokens per second of the whole step", "tokens/s", _ONE),
     MetricInfo("system/rss_gib", "resident memory of rank 0", "GiB", _ONE),
     MetricInfo(
-        "system/non_finite_metrics", "metrics of this step that were NaN or infinite", "metrics", "absent means 0"
+        "system/non_finite_metrics",
+        "metrics of this step that were NaN or infinite",
+        "metrics",
+        "absent means 0",
+        "with such a value",
     ),
 )
 

@@ -145,6 +145,20 @@ CHARTS: tuple[Chart, ...] = (
         right="rounds",
     ),
     Chart(
+        "Responses",
+        "Age of tokens",
+        "Weight versions that tokens are behind when they are trained on; rollout.max_staleness is the usual limit. "
+        "Groups dropped for age (right) are mostly long ones: few is healthy.",
+        (
+            Line("rollout/staleness_mean", "mean", 0),
+            Line("rollout/staleness_max", "largest", 1, dash="dot"),
+            Line("rollout/stale_dropped_fraction", "groups dropped", 5, right=True, unless_zero=True),
+        ),
+        "versions behind",
+        right="share of groups",
+        right_format=".0%",
+    ),
+    Chart(
         "Updates",
         "Clip fraction",
         "Near zero with one update per batch; with several, 5 to 15 % (gspo about 15, cispo near zero). Growth means "

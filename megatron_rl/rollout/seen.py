@@ -89,6 +89,7 @@ def staleness_of_batch(
         **{f"rollout/staleness_{name}": value for name, value in staleness_metrics(ages, max_staleness).items()},
         "rollout/stale_masked_fraction": masked / max(1, tokens),
         "rollout/stale_groups_dropped": float(seen.stale_groups),
+        "rollout/stale_dropped_fraction": seen.stale_groups / (seen.stale_groups + len(chosen)),
         "rollout/resumed_tokens": float(seen.resumed_tokens),
         "rollout/pool_groups": float(len(others)),
         "rollout/pool_groups_partial": float(sum(bool(group.unfinished) for group in others)),

@@ -55,6 +55,8 @@ def test_a_collapse_is_told_once_per_rule_soon_after_it_begins() -> None:
         ("policy/kl_reference", 0.01, 1.5, "KL to the reference"),
         ("policy/clip_fraction", 0.1, 0.5, "clip fraction growth"),
         ("gap/ess", 0.99, 0.3, "few effective samples"),
+        ("rollout/stale_dropped_fraction", 0.0, 0.5, "groups dropped for age"),
+        ("rollout/staleness_mean", 0.6, 2.4, "tokens grow older"),
     ],
 )
 def test_each_trend_warns_once(metric: str, start: float, later: float, rule: str) -> None:
@@ -70,6 +72,7 @@ def test_a_value_that_was_out_of_its_band_from_the_start_only_informs() -> None:
         ("gap/mean_abs", 0.2),
         ("policy/clip_fraction", 0.5),
         ("rollout/groups_dropped_fraction", 0.9),
+        ("rollout/stale_dropped_fraction", 0.5),
     ):
         levels = [
             line.split(" ", 1)[0] for _, line in observe(constant_then(metric, value, value), updates_per_batch=2)
