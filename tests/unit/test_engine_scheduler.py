@@ -34,7 +34,7 @@ class Rig:
     """A scheduler of a tiny model, and the requests that it has finished."""
 
     def __init__(self, path: Path, budget: int = 2**28, fixed: bool = False) -> None:
-        self.model = load_model(str(path), "float32")
+        self.model, self.fixed = load_model(str(path), "float32"), fixed
         kind = FixedShapeDecoder if fixed else Decoder
         self.decoder = kind(ForwardPass(self.model), 32, 256, budget)
         self.failed = threading.Event()

@@ -70,7 +70,10 @@ class Batch:
         return max((r.final_length for r in self.requests), default=0)
 
     def add(self, requests: Sequence[Request]) -> slice:
-        """Give each request a row, in order, ready to `record` the token after its prompt and earlier output."""
+        """Give each request a row, in order, ready to `record` the token after its prompt and earlier output.
+
+        Their last token counts as not yet in the cache, as if it had just been drawn.
+        """
         first = len(self)
         if not self.requests:
             self._stop_sets.clear()
@@ -78,7 +81,7 @@ class Batch:
             sampling, done = request.sampling, len(request.output_ids)
             length = len(request.prompt) + done
             self._rows[row] = (
-                0, length - 1, done, sampling.max_new_tokens, sampling.top_k, sampling.seed,
+                request.tokens[-1], length - 1, done, sampling.max_new_tokens, sampling.top_k, sampling.seed,
                 self._stop_sets.index(sampling.stop_ids), sampling.temperature, sampling.top_p, sampling.min_p,
             )  # fmt: skip
             if done:
@@ -116,6 +119,10 @@ class Batch:
             rows.start + int(i): _reason(bool(broken[i]), bool(stop[i]), int(tokens[i]), int(part["max_new_tokens"][i]))
             for i in ended
         }
+
+    def cached(self, row: int) -> int:
+        """Tokens of a row that are in the cache."""
+        return int(self._rows["position"][row])
 
     def generated(self, row: int) -> int:
         """Output tokens of a row so far."""

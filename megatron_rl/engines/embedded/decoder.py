@@ -33,7 +33,7 @@ class Decoder:
 
     def __init__(self, forward: ForwardPass, max_slots: int, max_length: int, budget: int) -> None:
         self.forward = forward
-        self._budget = budget
+        self.budget = budget
         self.cache = KVCache(
             KVShape(len(forward.layers), forward.num_kv_heads, forward.head_dim, forward.dtype, max_slots, max_length),
             budget,
@@ -98,11 +98,21 @@ class Decoder:
 
     def fits(self, sequences: int, length: int) -> bool:
         """Whether the keys and values of so many sequences of this length are within the budget."""
-        return self.cache.shape.bytes_for(sequences, length) <= self._budget
+        return self.cache.shape.bytes_for(sequences, length) <= self.budget
 
     def move(self, destinations: NDArray[np.int64], sources: NDArray[np.int64], length: int) -> None:
         """Copy slots; see `KVCache.move`."""
         self.cache.move(torch.from_numpy(destinations), torch.from_numpy(sources), length)
+
+    def save(self, slot: int, length: int) -> torch.Tensor:
+        """See `KVCache.save`."""
+        return self.cache.save(slot, length)
+
+    def restore(self, saved: Sequence[torch.Tensor], live: int) -> None:
+        """Write what `save` returned into the slots from `live` on, keeping those before."""
+        self.cache.reserve(live + len(saved), max(part.shape[2] for part in saved) + 1, live)
+        for slot, part in enumerate(saved, live):
+            self.cache.restore(slot, part)
 
     def wipe(self, slots: NDArray[np.int64]) -> None:
         """Zero slots that hold NaN."""

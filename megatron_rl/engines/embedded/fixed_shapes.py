@@ -1,8 +1,10 @@
-"""The decoder whose kernels run at one shape only, so that a sequence's bits do not depend on what runs beside it.
+"""The decoder whose kernels run at one shape only: a token's bits depend on the tokens before it and nothing else.
 
 CPU kernels choose their blocking, and with it the order of their sums, by the shape of the operands: a matrix product
-of 3 rows rounds differently than one of 16. Here a decoding step always has `max_slots` rows (idle ones compute a token
-that nobody reads) and attends to `max_length` entries, and prompts go through in chunks of [ROWS, CHUNK] tokens.
+of 3 rows rounds differently than one of 16. Here every pass, of prompts and of decoding, multiplies `max_slots` rows
+(idle ones compute a token that nobody reads), and every token attends to `max_length` entries by itself. What a
+sequence gets does not depend on what runs beside it, nor on whether a token was decoded, or computed again as part of a
+longer prompt: a response that is generated in segments is the one that is generated at once.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from .request import Tokens
 
 ROWS = 16
 """Prompts of a prefill pass. With fewer than 16 rows kernels treat the rows of one call unequally."""
-CHUNK = 16
-"""Tokens of a prompt per prefill pass."""
+LENGTH_STEP = 16
 
 
 class FixedShapeDecoder(Decoder):
@@ -32,7 +33,7 @@ class FixedShapeDecoder(Decoder):
     """
 
     def __init__(self, forward: ForwardPass, max_slots: int, max_length: int, budget: int) -> None:
-        slots, length = _round_up(max(max_slots, ROWS), ROWS), _round_up(max_length, CHUNK)
+        slots, length = _round_up(max(max_slots, ROWS), ROWS), _round_up(max_length, LENGTH_STEP)
         super().__init__(forward, slots, length, budget)
         needed = self.cache.shape.bytes_for(slots, length)
         if needed > budget:
@@ -40,7 +41,11 @@ class FixedShapeDecoder(Decoder):
                 f"deterministic: {slots} slots of {length} tokens need {needed / 2**30:.1f} GiB of keys and values, "
                 f"{budget / 2**30:.1f} GiB are allowed; lower max_running_requests or context_length"
             )
-        self._scratch = KVCache(KVShape(**{**vars(self.cache.shape), "max_slots": ROWS}), budget)
+        self._chunk = slots // ROWS  # tokens of each prompt in a pass
+        scratch_length = _round_up(length, self._chunk)
+        self._scratch = KVCache(
+            KVShape(**{**vars(self.cache.shape), "max_slots": ROWS, "max_length": scratch_length}), budget
+        )
         self.flush()
 
     def flush(self) -> None:
@@ -61,28 +66,34 @@ class FixedShapeDecoder(Decoder):
         return logits
 
     def _prefill_rows(self, prompts: list[Tokens]) -> torch.Tensor:
-        """Last hidden states [ROWS, hidden]; keys and values are left in the scratch cache."""
-        chunks = -(-max(map(len, prompts)) // CHUNK)
-        padded = np.zeros((ROWS, chunks * CHUNK), np.int64)
+        """Last hidden states, in the first rows of [slots, hidden]; keys and values are left in the scratch cache."""
+        chunk = self._chunk
+        passes = -(-max(map(len, prompts)) // chunk)
+        padded = np.zeros((ROWS, passes * chunk), np.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = prompt
-        last = torch.zeros(ROWS, self.forward.model.config.hidden_size, dtype=self.forward.dtype)
-        for chunk in range(chunks):
-            hidden = self._prefill_chunk(torch.from_numpy(padded[:, chunk * CHUNK : (chunk + 1) * CHUNK]), chunk)
+        last = torch.zeros(self.cache.slots, self.forward.model.config.hidden_size, dtype=self.forward.dtype)
+        for first in range(0, passes * chunk, chunk):
+            hidden = self._prefill_chunk(torch.from_numpy(padded[:, first : first + chunk]), first)
             for row, prompt in enumerate(prompts):
-                if (len(prompt) - 1) // CHUNK == chunk:
-                    last[row] = hidden[row, (len(prompt) - 1) % CHUNK]
+                if first < len(prompt) <= first + chunk:
+                    last[row] = hidden[row, len(prompt) - 1 - first]
         return last
 
-    def _prefill_chunk(self, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
-        begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
-        positions = torch.arange(begin, end)[None]
-        mask = visible_up_to(positions, self._scratch.length, self.forward.dtype)
+    def _prefill_chunk(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
+        """Hidden states [ROWS, chunk, hidden] of tokens [ROWS, chunk] at positions first, first + 1, ..."""
+        positions = torch.arange(first, first + self._chunk)[None]
+        masks = visible_up_to(positions, self.cache.length, self.forward.dtype)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            self._scratch.keys[layer][:, :, begin:end] = keys
-            self._scratch.values[layer][:, :, begin:end] = values
-            return masked_attention(queries, self._scratch.keys[layer], self._scratch.values[layer], mask)
+            all_keys, all_values = self._scratch.keys[layer], self._scratch.values[layer]
+            all_keys[:, :, first : first + self._chunk] = keys
+            all_values[:, :, first : first + self._chunk] = values
+            seen = all_keys[:, :, : self.cache.length], all_values[:, :, : self.cache.length]
+            one = [
+                masked_attention(queries[:, :, i : i + 1], *seen, masks[:, :, i : i + 1]) for i in range(self._chunk)
+            ]
+            return torch.cat(one, dim=1)
 
         return self.forward.hidden_states(tokens, positions, attend)
 

@@ -78,6 +78,15 @@ class KVCache:
             for tensor in tensors:
                 tensor[destinations, :, :length] = tensor[sources, :, :length]
 
+    def save(self, slot: int, length: int) -> torch.Tensor:
+        """A copy of the first `length` tokens of a slot, [2 * layers, kv_heads, length, head_dim]."""
+        return torch.stack([tensor[slot, :, :length] for tensor in (*self.keys, *self.values)])
+
+    def restore(self, slot: int, saved: torch.Tensor) -> None:
+        """Write what `save` returned into a slot; there is room for it."""
+        for tensor, part in zip((*self.keys, *self.values), saved, strict=True):
+            tensor[slot, :, : part.shape[1]] = part
+
     def zero(self, slots: torch.Tensor) -> None:
         """Wipe slots whose content must not meet a 0 of anyone's mask (NaN)."""
         for tensor in (*self.keys, *self.values):

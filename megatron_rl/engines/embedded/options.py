@@ -33,7 +33,8 @@ class EmbeddedOptions:
     max_running_requests: int = 256
     """Sequences decoded at once; further ones wait."""
     deterministic: bool = False
-    """Same bits for the same request, whatever runs beside it: kernels run at fixed shapes, which costs speed."""
+    """Same bits for the same tokens, whatever runs beside them and in however many segments they are generated: kernels
+    run at fixed shapes, which costs speed."""
     api_key: str | None = None
     """Bearer token wanted on all but the health routes."""
     weight_version: str = "default"
@@ -47,7 +48,8 @@ class EmbeddedOptions:
     num_threads: int | None = None
     """Threads of one kernel; None = what torch chooses."""
     kv_cache_gib: float | None = None
-    """Memory for keys and values; None = half of what is available at start."""
+    """Memory for keys and values of running sequences, and an eighth more for ended ones that may be continued; None =
+    half of what is available at start."""
 
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "context_length", "num_threads", "kv_cache_gib"):

@@ -1,8 +1,8 @@
 """The thread that owns the model: which sequences run, which wait, and what happens between two steps.
 
     inbox --> commands (abort, pause, update, ...)       always, also while paused
-    waiting --> admit --> prefill --> first token         while there is room
-    running --> decode --> next token --> finished        all running sequences at once
+    waiting --> admit --> prefill --> first token         while there is room; what was parked needs no prefill
+    running --> decode --> next token --> finished        all running sequences at once; they may be continued: parked
 
 Requests join and leave between steps. The loop waits for: the inbox, when nothing can run (idle or paused). Nothing
 else blocks it; a weight update or a checksum is a command and holds up the steps while it runs.
@@ -25,11 +25,14 @@ import torch
 
 from .batch import Batch
 from .decoder import Decoder
+from .parked import Parked
 from .request import Request, aborted_running, aborted_waiting, failed, out_of_length
 from .sampler import sample
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+PARKED_PER_ROW = 4
+"""Ended sequences that can be continued without computing them again, for each that can run."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Scheduler:
         self._unfinished: set[Request] = set()
         self._waiting: deque[Request] = deque()
         self._batch = Batch(max_running, decoder.forward.vocab_size)
+        self._parked = Parked(PARKED_PER_ROW * max_running, decoder.budget // 8)
         self._paused = self._stopping = False
         self._tokens_per_second = 0.0
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -155,7 +159,7 @@ class Scheduler:
             if count > 1 and not self._decoder.fits(count, longest):
                 break
             admitted.append(self._waiting.popleft())
-        self._prefill(self._without_empty(admitted))
+        self._prefill(self._continue(self._without_empty(admitted)))
 
     def _without_empty(self, requests: list[Request]) -> list[Request]:
         """Compute what was asked about prompts, and end the requests that want no token."""
@@ -165,6 +169,18 @@ class Scheduler:
         empty = [r for r in requests if r.sampling.max_new_tokens == 0]
         self._finish([(r, out_of_length(0)) for r in empty])
         return [r for r in requests if r.sampling.max_new_tokens > 0] if empty else requests
+
+    def _continue(self, requests: list[Request]) -> list[Request]:
+        """Let those join whose tokens, but for the last, were computed before; the others."""
+        found = [(r, saved) for r in requests if (saved := self._parked.take(r.tokens[:-1])) is not None]
+        if not found:
+            return requests
+        self._decoder.restore([saved for _, saved in found], len(self._batch))
+        self._batch.add([request for request, _ in found])
+        for request, saved in found:
+            request.cached_tokens, request.prefilled = saved.shape[2], True
+        joined = {request for request, _ in found}
+        return [r for r in requests if r not in joined]
 
     def _prefill(self, requests: list[Request]) -> None:
         if not requests:
@@ -206,7 +222,14 @@ class Scheduler:
         if broken:
             self._decoder.wipe(np.array(broken))
         ended = [(self._batch.requests[row], reason) for row, reason in reasons.items()]
+        parked = [
+            (self._batch.requests[row], self._decoder.save(row, self._batch.cached(row)))
+            for row, reason in reasons.items()
+            if reason["type"] in ("length", "abort") and not reason.get("status_code")
+        ]
         self._drop(rows)
+        for request, saved in parked:
+            self._parked.put(request.tokens[:-1], saved)
         self._finish(ended)
 
     def _drop(self, rows: np.ndarray) -> None:
@@ -264,9 +287,11 @@ class Scheduler:
 
     def flush(self) -> bool:
         """Forget all keys and values; False when that is refused because it is not idle."""
-        if self.idle:
-            self._decoder.flush()
-        return self.idle
+        if not self.idle:
+            return False
+        self._decoder.flush()
+        self._parked.clear()
+        return True
 
     def name_weights(self, version: str) -> None:
         """What is drawn from now on is drawn from weights of this name."""
