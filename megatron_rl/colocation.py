@@ -40,6 +40,8 @@ CONTINUE: Call = ("/continue_generation", {})
 class Devices:
     """Trainer and engines have devices of their own: nothing is handed over."""
 
+    are_shared = False
+
     def to_trainer(self) -> None:
         """Before log-probs and updates; may be called again in the trainer's turn. Collective."""
 
@@ -67,6 +69,10 @@ class EngineMemory:
         self._engines, self._run = engines, run
         self._released: dict[str, frozenset[str]] = {}
         self._pids: dict[str, int] = {}
+
+    def release_all(self) -> None:
+        """What the trainer's turn begins with. Raises EngineError as `release`."""
+        self.release((KV_CACHE, WEIGHTS))
 
     def release(self, tags: Sequence[str], timeout_s: float | None = None) -> None:
         """Pause all engines (SGLang's scheduler dies of a release while requests run), then have them give up memory.
@@ -143,6 +149,8 @@ class SharedDevices(Devices):
         barrier: of all ranks.
     """
 
+    are_shared = True
+
     def __init__(
         self,
         state: TrainingState,
@@ -159,7 +167,7 @@ class SharedDevices(Devices):
     def to_trainer(self) -> None:
         if self._is_trainers:
             return
-        self._on_zero("engines give up their memory", lambda: self._engines.release((KV_CACHE, WEIGHTS)))
+        self._on_zero("engines give up their memory", self._engines.release_all)
         self._state.to_device()
         self._is_trainers = True
 

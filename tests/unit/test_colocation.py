@@ -52,7 +52,7 @@ class Rig:
         for replica, url in enumerate(urls):
             self.publish(replica, url, pid=100 + replica)
         self.memory = EngineMemory(EngineControl(urls, timeout_s=5.0), self.run)
-        self.memory.release((KV_CACHE, WEIGHTS))
+        self.memory.release_all()
         zero = RankZero(Store(), 0)  # type: ignore[arg-type]
         self.devices = SharedDevices(self, self.memory, zero, 5.0, 1.0, barrier=lambda: self.moves.append("barrier"))
 
