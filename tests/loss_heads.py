@@ -131,7 +131,7 @@ def _share_loss(
     hidden = rows.clone().requires_grad_()
     projection = Projection(VOCAB, ranks.group, ranks.sequence_parallel, ranks.chunk_tokens)
     head = LossHead(spec_of(recipe), projection, with_entropy=True, sum_over_context=sum_over_context)
-    loss, _, report = head(_micro_batch(batch, world, inputs, share), weight, hidden[None])
+    loss, _, report = head(micro_batch(batch, world, inputs, share), weight, hidden[None])
     d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
     if size > 1:
         d_weight = _gathered(d_weight, ranks.group)
@@ -146,7 +146,7 @@ def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(parts)
 
 
-def _micro_batch(batch: Batch, world: World, inputs: dict[str, np.ndarray | None], share: Share) -> MicroBatch:
+def micro_batch(batch: Batch, world: World, inputs: dict[str, np.ndarray | None], share: Share) -> MicroBatch:
     """What `packing.pack` would make of it, were sequences split over context-parallel ranks."""
     trainable = share.take(batch.mask, False)
     lengths = np.bincount(share.index, weights=trainable, minlength=len(share.responses))

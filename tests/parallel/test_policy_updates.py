@@ -22,6 +22,7 @@ SCENARIOS = (
     "masked_garbage",
     "all_masked",
     "non_finite",
+    "non_finite_of_every_loss",
     "gradient_overflow",
     "too_many_skipped",
     "learning_rate",
@@ -126,6 +127,30 @@ def _non_finite(cfg: Any, dp_rank: int) -> Any:
         policy._skipped_in_a_row = 0
     after = policy.train_step(batch, plan, SPEC)
     found["recovers"] = (not after.skipped, np.isfinite(after.grad_norm), not _equal(before, _weights(policy)))
+    return found
+
+
+def _non_finite_of_every_loss(cfg: Any, dp_rank: int) -> Any:
+    """One bad advantage of one sample; the second skip in a row names it on every rank."""
+    from megatron_rl.policy.policy import PolicyError
+
+    policy = _policy(cfg)
+    before = _weights(policy)
+    whole, batch, plan = _prepared(cfg, dp_rank, policy)
+    sample = whole.sample_ids[int(np.flatnonzero(whole.trainable_counts)[0])]
+    bad = batch
+    if sample in batch.sample_ids:
+        first = batch.offsets[batch.sample_ids.index(sample)]
+        advantages = batch.advantages.copy()
+        advantages[first + np.flatnonzero(batch.mask[first:])[0]] = np.nan
+        bad = batch.with_arrays(advantages=advantages)
+    found: dict[str, Any] = {"expected": f"samples: {sample}. This was number 2 in a row"}
+    for kind in ("gspo", "gspo_token", "cispo", "sapo", "gmpo", "opmd"):
+        policy._skipped_in_a_row = 1
+        try:
+            policy.train_step(bad, plan, LossSpec(kind=kind, kl_coef=0.1))
+        except PolicyError as error:
+            found[kind] = (str(error), _equal(before, _weights(policy)))
     return found
 
 
@@ -317,6 +342,15 @@ def test_a_non_finite_value_never_reaches_the_weights_of_any_rank(found):
         bad = {name: value for name, value in outcome.items() if name != "recovers"}
         assert len(bad) == 3
         assert all(value == (True, 1.0, True) for value in bad.values()), bad
+
+
+def test_a_bad_number_is_skipped_by_every_loss_and_its_sample_named(found):
+    for outcome in of(found, "non_finite_of_every_loss"):
+        expected = outcome.pop("expected")
+        assert len(outcome) == 6
+        for message, unchanged in outcome.values():
+            assert expected in message
+            assert unchanged
 
 
 def test_an_overflowing_gradient_is_skipped(found):
