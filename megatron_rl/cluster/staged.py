@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +32,12 @@ class Request:
 
     folder: str
     stamp: str
+
+    @classmethod
+    def to_copy(cls, folder: Path) -> Request:
+        """Of the directory as it is now: asked for again, it needs no second copy, unless it was written anew."""
+        written = (folder / "config.json").stat()
+        return cls(str(folder), f"{folder.name}-{written.st_ino}-{written.st_mtime_ns}")
 
     def write(self, reports: Path) -> None:
         """Replace the request before it."""
@@ -81,11 +86,13 @@ def staged_paths(
 ) -> dict[str, str]:
     """Have every engine node copy `folder` into its memory, and wait for it. By rank 0 alone, after the announcement.
 
+    Nodes that have a copy already keep it.
+
     Returns:
         The copy by URL of the engine. An engine that is missing here reads `folder` itself; why, the log says.
     """
     run, engine = RunDir(cfg.run_dir), cfg.engine
-    request, timeout_s = Request(str(folder), secrets.token_hex(8)), engine.update_timeout_s / 2
+    request, timeout_s = Request.to_copy(Path(folder)), engine.update_timeout_s / 2
     request.write(run.staged)
     deadline = time.monotonic() + timeout_s
     wanted = [replica for replica in range(engine.replicas) for _ in range(engine.nodes_per_replica)]

@@ -75,7 +75,9 @@ def test_each_machine_reads_a_version_once_and_every_engine_gets_its_copy(run: R
         ]
         for number in (7, 8, 8):  # version 8 is written twice, as weights are while a warm-up is looked at
             content = WEIGHTS + str(time.monotonic()).encode()
-            paths = staged_paths(cfg, version(run, number, content), poll_s=0.01)
+            folder = version(run, number, content)
+            paths = staged_paths(cfg, folder, poll_s=0.01)
+            assert staged_paths(cfg, folder, poll_s=0.01) == paths  # as when one engine is given them again
             assert paths == {
                 f"http://{i}": str(stages[place].folder / f"v{number:06d}") for i, place in enumerate((0, 1, 2, 2))
             }
