@@ -123,6 +123,7 @@ def _reset(server: Server) -> None:
     server.ok("/abort_request", {"abort_all": True})
     server.ok("/continue_generation", {})
     server.wait_for_load("idle", lambda load: not load["num_running_reqs"] and not load["num_waiting_reqs"])
+    server.call("/end_weight_update", {})
     if server.updated:  # a real SGLang may have loaded weights that it refused afterwards
         server.ok("/update_weights_from_disk", {"model_path": str(server.model), "weight_version": "w0"})
         server.updated = False

@@ -68,9 +68,7 @@ class Gate:
         """Raises MemoryReleased when one of these kinds of memory was given away."""
         missing = sorted(self.released.intersection(tags))
         if missing:
-            raise MemoryReleased(
-                f"the memory of {', '.join(missing)} is released; call /resume_memory_occupation first"
-            )
+            raise MemoryReleased(f"memory is released: {', '.join(missing)}; call /resume_memory_occupation first")
 
     def pause(self) -> None:
         """Let no generation call in from now on."""

@@ -93,7 +93,7 @@ class WeightService:
             raise WeightsError(f"serialized_named_tensors holds {len(payloads)} payloads; one for each rank, here 1")
         flattened = body.load_format is not None
         version = await self._from_memory(TENSOR, body, lambda: unpickle_tensors(payloads[0], flattened))
-        return _named("Success.", version)
+        return _named("Success", version)
 
     async def _from_memory(
         self,
@@ -122,8 +122,8 @@ class WeightService:
         return await self._call(self._updates.checksums)
 
     # ------------------------------------------------------------------------------------------------------- groups
-    async def join(self, body: InitGroupRequest) -> None:
-        """Meet the trainer and the other receivers in a process group."""
+    async def join(self, body: InitGroupRequest) -> str:
+        """Meet the trainer and the other receivers in a process group. Returns a message."""
         if body.backend != "gloo":
             raise WeightsError(f"backend {body.backend!r}: the embedded engine runs on a CPU and knows only 'gloo'")
         await _in_thread(
@@ -131,10 +131,12 @@ class WeightService:
                 body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name
             )
         )
+        return "Succeeded to initialize custom process group."
 
-    async def leave(self, group: str) -> None:
-        """Leave a process group."""
+    async def leave(self, group: str) -> str:
+        """Leave a process group. Returns a message."""
         await _in_thread(lambda: self._groups.leave(group))
+        return "Succeeded to destroy custom process group."
 
     # ------------------------------------------------------------------------------------------------------- memory
     async def release(self, body: MemoryRequest) -> None:

@@ -40,9 +40,8 @@ def entries_of(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Seq
         WeightsError: the lists differ in length, a dtype is unknown, a dimension negative.
     """
     if not len(names) == len(dtypes) == len(shapes) > 0:
-        raise WeightsError(
-            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: as many of each, and any"
-        )
+        counts = f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes"
+        raise WeightsError(f"{counts}: wanted are as many of each, and at least one")
     found, start = [], 0
     for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
         dtype = getattr(torch, dtype_name, None)
@@ -82,20 +81,26 @@ def unpickle_tensors(payload: str, flattened: bool) -> NamedTensors:
     """
     try:
         content = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
-        named = (content["flattened_tensor"], list(content["metadata"])) if flattened else list(content)
-    except Exception as error:  # bytes from outside can make the unpickler and the rebuilding raise anything
-        raise WeightsError(f"serialized_named_tensors cannot be read: {error}") from error
-    if flattened:
-        buffer, entries = named
-        if not isinstance(buffer, torch.Tensor) or not all(isinstance(entry, Entry) for entry in entries):
-            raise WeightsError(
-                "serialized_named_tensors: a flattened bucket holds a tensor and FlattenedTensorMetadata"
+        if flattened:
+            return unflatten(
+                _require_tensor(content["flattened_tensor"]), [_entry(item) for item in content["metadata"]]
             )
-        return unflatten(buffer, entries)
-    for item in named:
-        if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
-            raise WeightsError(f"serialized_named_tensors: expected pairs (name, tensor), got {item!r:.80}")
-    return [(str(name), tensor) for name, tensor in named]
+        return [(str(name), _require_tensor(tensor)) for name, tensor in content]
+    except WeightsError:
+        raise
+    except Exception as error:  # bytes from outside can make the unpickler and the rebuilding raise anything
+        raise WeightsError(f"serialized_named_tensors cannot be read: {error!r}") from error
+
+
+def _entry(item: Any) -> Entry:
+    shape = tuple(int(size) for size in item.shape)
+    return Entry(str(item.name), shape, item.dtype, int(item.start_idx), int(item.end_idx), int(item.numel))
+
+
+def _require_tensor(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise WeightsError(f"serialized_named_tensors: expected a tensor, got {value!r:.80}")
+    return value
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -118,8 +123,9 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _tensor(storage: torch.TypedStorage, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if min(offset, *shape, *stride, 0) < 0 or (0 not in shape and last >= len(storage)):
-        raise pickle.UnpicklingError(f"a tensor of shape {tuple(shape)} does not fit its storage of {len(storage)}")
     flat = torch.empty(0, dtype=storage.dtype)
+    room = storage._untyped_storage.nbytes() // flat.itemsize
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if min(offset, *shape, *stride, 0) < 0 or (0 not in shape and last >= room):
+        raise pickle.UnpicklingError(f"a tensor of shape {tuple(shape)} does not fit its storage of {room}")
     return flat.set_(storage._untyped_storage, offset, tuple(shape), tuple(stride))
