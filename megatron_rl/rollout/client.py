@@ -28,7 +28,7 @@ from .protocol import (
     Generation,
     GenerationAborted,
     Prompt,
-    RequestExists,
+    RequestLost,
     SamplingSettings,
     TransportError,
     require_prompts,
@@ -38,7 +38,7 @@ from .router import Gate
 from .sample import Sample, group_of
 
 log = logging.getLogger(__name__)
-EXISTS_PAUSE_S = 0.5
+LOST_PAUSE_S = 0.2
 
 
 class Engines(Protocol):
@@ -162,22 +162,27 @@ class EngineClient:
         while jobs and not run.suspended:
             try:
                 answers = await self._attempt(run, jobs)
-            except RequestExists as error:
+            except RequestLost as error:
                 jobs[0].fail(error)
-                await asyncio.sleep(EXISTS_PAUSE_S)
+                await asyncio.sleep(LOST_PAUSE_S)
             except TransportError as error:
                 self.transport_errors += 1
                 log.info("%s; what is missing is generated elsewhere or later", error)
                 if not run.suspended:
                     jobs[0].fail(error)
             else:
+                if answers is None:
+                    break
                 for job, answer in zip(jobs, answers, strict=True):
                     job.take(answer, run.suspended)
                 return [job for job in jobs if not job.sample.finished]
         return []
 
-    async def _attempt(self, run: Run, jobs: list[Job]) -> list[Generation]:
-        """One request to a replica that serves. Raises TransportError when it or its weights turn out to be bad."""
+    async def _attempt(self, run: Run, jobs: list[Job]) -> list[Generation] | None:
+        """One request to a replica that serves; None when the run was suspended before there was one.
+
+        Raises TransportError when the replica or its weights turn out to be bad.
+        """
         group = group_of(jobs[0].sample.id)
         while True:
             with self.replicas.router.route(group, len(jobs)) as url:
@@ -188,7 +193,7 @@ class EngineClient:
                         self.replicas.failed(url, str(error))
                         raise
             if not await self._a_replica_serves(run):
-                return []
+                return None
 
     async def _a_replica_serves(self, run: Run) -> bool:
         """Wait for it; False when the run was suspended first."""
@@ -217,7 +222,7 @@ class EngineClient:
                 if not exchange.done():
                     raise self._gave_up(flight, len(prompts))
                 answers = exchange.result()
-            except TransportError:
+            except (TransportError, RequestLost):
                 self._tell_later(url, rids)  # so that what a broken connection left running takes no room
                 raise
             except (EngineError, asyncio.CancelledError):

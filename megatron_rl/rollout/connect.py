@@ -14,6 +14,7 @@ from .endpoint import engine_logs
 from .exchange import HttpExchange
 from .replicas import ExpectedModel, Replicas
 from .session import open_session
+from .workers.pool import WorkerExchange
 
 
 @asynccontextmanager
@@ -27,10 +28,15 @@ async def connect(
     api_key: str | None = None,
     weights_dir: Path | None = None,
     logs: Mapping[str, Path] | None = None,
+    workers: int = 0,
 ) -> AsyncIterator[EngineClient]:
-    """A client for the replicas at `urls`, which are watched while the block runs; see `EngineClient`, `Replicas`."""
+    """A client for the replicas at `urls`, which are watched while the block runs; see `EngineClient`, `Replicas`.
+
+    `workers` processes make the requests, or this one if 0. Raises EngineError when they cannot be started.
+    """
     bare = [url.rstrip("/") for url in urls]
-    async with open_session(api_key) as session, HttpExchange(vocab_size, api_key) as exchange:
+    making = WorkerExchange(workers, vocab_size, api_key) if workers else HttpExchange(vocab_size, api_key)
+    async with open_session(api_key) as session, making as exchange:
         replicas = Replicas(bare, session, expected, weights_dir)
         client = EngineClient(
             exchange, replicas, vocab_size=vocab_size, concurrency=concurrency, limits=limits, logs=logs
@@ -64,5 +70,13 @@ async def connect_run(cfg: Config, urls: Sequence[str]) -> AsyncIterator[EngineC
         api_key=engine.read_api_key(cfg.run_dir),
         weights_dir=Path(cfg.run_dir) / "weights",
         logs=engine_logs(cfg.run_dir, urls),
+        workers=client_workers(cfg),
     ) as client:
         yield client
+
+
+def client_workers(cfg: Config) -> int:
+    """Processes that talk to the engines: `rollout.client_workers`, or what its default stands for."""
+    if cfg.rollout.client_workers is not None:
+        return cfg.rollout.client_workers
+    return 0 if cfg.engine.kind == "embedded" else cfg.cluster.controller_cpus

@@ -14,7 +14,7 @@ from .protocol import (
     EngineError,
     Generation,
     Prompt,
-    RequestExists,
+    RequestLost,
     TransportError,
     generate_request,
     parse_generations,
@@ -34,7 +34,7 @@ class Exchange(Protocol):
         Raises:
             TransportError: the connection failed, or HTTP 502 or 503.
             ProtocolError, GenerationAborted: see `parse_generations`.
-            RequestExists: another request of this name is there.
+            RequestLost: the worker died, or the engine still has a request of this name.
             EngineError: the engine refused; its message is carried.
         """
 
@@ -83,7 +83,8 @@ class HttpExchange:
         text = error_text(answer)
         if response.status in (502, 503):
             raise TransportError(f"engine {url}: /generate: HTTP {response.status}: {text}")
-        kind = RequestExists if "Duplicate request ID" in text else EngineError
+        # One of an earlier process of ours, which the engine has not given up yet.
+        kind = RequestLost if "Duplicate request ID" in text else EngineError
         raise kind(f"engine {url}: /generate refused with HTTP {response.status}: {text}")
 
     async def abort(self, url: str, rids: Sequence[str]) -> None:

@@ -32,8 +32,8 @@ class ProtocolError(EngineError):
     """An engine's answer does not follow the protocol."""
 
 
-class RequestExists(EngineError):
-    """The engine still has a request of this name: one of an earlier process of ours. Another name will do."""
+class RequestLost(EngineError):
+    """There is no answer, and the replica is not to blame: the same may be asked for again, under another name."""
 
 
 class GenerationAborted(EngineError):

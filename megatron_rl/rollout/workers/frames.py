@@ -1,0 +1,109 @@
+"""The bytes between controller and workers: a length of 4 bytes, then arrays and JSON values as in `wire.py`.
+
+Never pickle: what an engine answered cannot run code in the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+
+from ..protocol import (
+    EngineError,
+    Generation,
+    GenerationAborted,
+    Prompt,
+    ProtocolError,
+    RequestLost,
+    SamplingSettings,
+    TransportError,
+)
+from ..sample import Span
+from ..wire import decode, encode
+
+LENGTH = struct.Struct("<I")
+ERRORS = {kind.__name__: kind for kind in (EngineError, GenerationAborted, ProtocolError, RequestLost, TransportError)}
+Arrays = dict[str, Any]
+Values = dict[str, Any]
+
+
+def frame(arrays: Arrays, values: Values) -> bytes:
+    """One frame."""
+    body = encode(arrays, values)
+    return LENGTH.pack(len(body)) + body
+
+
+async def read(stream: asyncio.StreamReader) -> tuple[Arrays, Values] | None:
+    """The next frame, None at the end of the stream."""
+    try:
+        header = await stream.readexactly(LENGTH.size)
+        return decode(await stream.readexactly(LENGTH.unpack(header)[0]))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def request(number: int, url: str, prompts: Sequence[Prompt]) -> bytes:
+    """Asks for one exchange."""
+    arrays = {"tokens": np.concatenate([p.tokens for p in prompts]), "lengths": _lengths([p.tokens for p in prompts])}
+    entries = [[p.rid, p.seed, p.max_new_tokens, astuple(p.settings)] for p in prompts]
+    return frame(arrays, {"number": number, "url": url, "prompts": entries})
+
+
+def from_request(arrays: Arrays, values: Values) -> tuple[str, list[Prompt]]:
+    """URL and prompts of a request."""
+    tokens = _split(arrays["tokens"], arrays["lengths"])
+    prompts = []
+    for (rid, seed, max_new_tokens, settings), ids in zip(values["prompts"], tokens, strict=True):
+        temperature, longest, stop, *rest = settings
+        prompts.append(
+            Prompt(rid, ids, seed, max_new_tokens, SamplingSettings(temperature, longest, tuple(stop), *rest))
+        )
+    return values["url"], prompts
+
+
+def cancel(number: int) -> bytes:
+    """Takes a request back."""
+    return frame({}, {"number": number, "cancel": True})
+
+
+def answer(number: int, generations: Sequence[Generation]) -> bytes:
+    """Answers a request."""
+    arrays = {
+        "tokens": np.concatenate([g.tokens for g in generations]),
+        "log_probs": np.concatenate([g.log_probs for g in generations]),
+        "lengths": _lengths([g.tokens for g in generations]),
+    }
+    entries = [[g.finish_reason, g.message, g.spans] for g in generations]
+    return frame(arrays, {"number": number, "generations": entries})
+
+
+def failure(number: int, error: EngineError) -> bytes:
+    """Answers a request that failed."""
+    kind = next(name for name, kind in ERRORS.items() if type(error) is kind)
+    return frame({}, {"number": number, "error": [kind, str(error)]})
+
+
+def from_answer(arrays: Arrays, values: Values) -> list[Generation]:
+    """What was generated. Raises the error that the exchange raised."""
+    if "error" in values:
+        kind, message = values["error"]
+        raise ERRORS[kind](message)
+    tokens = _split(arrays["tokens"], arrays["lengths"])
+    log_probs = _split(arrays["log_probs"], arrays["lengths"])
+    return [
+        Generation(ids, values_of, [Span(*span) for span in spans], reason, message)
+        for (reason, message, spans), ids, values_of in zip(values["generations"], tokens, log_probs, strict=True)
+    ]
+
+
+def _lengths(parts: Sequence[Any]) -> Any:
+    return np.array([len(part) for part in parts], np.int64)
+
+
+def _split(flat: Any, lengths: Any) -> list[Any]:
+    return np.split(flat, np.cumsum(lengths)[:-1])
