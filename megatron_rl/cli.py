@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl import __version__
+from megatron_rl import __version__, cli_convert
 from megatron_rl.config import Config, ConfigError, Plan, dump, load_config, make_plan
 from megatron_rl.config.engine import read_key
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(cli_convert.app, name="convert")
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file; see configs/ for examples.", metavar="CONFIG.yaml")]
@@ -275,6 +276,7 @@ def main() -> None:
     from megatron_rl.policy.checkpoint import CheckpointError
     from megatron_rl.preflight import INPUT_ERRORS
     from megatron_rl.rollout.ledger import LedgerError
+    from megatron_rl.weights import WeightsError
 
     try:
         app()
@@ -289,6 +291,7 @@ def main() -> None:
         RunFailed,
         ServerFailed,
         SlurmError,
+        WeightsError,
     ) as error:
         _fail(error, 1)
 

@@ -76,8 +76,17 @@ def load_training_state(
     if reference is None or not (directory / REFERENCE).is_dir():
         return False
     with reference.swapped_in():
-        _load_model(chunks, _load(_model_state(chunks), directory / REFERENCE))
+        load_weights(directory / REFERENCE, chunks)
     return True
+
+
+def load_weights(directory: Path, chunks: Sequence[GPTModel]) -> None:
+    """Read weights alone out of a Megatron checkpoint, ours or a converted one. Collective.
+
+    Args:
+        directory: the one with the tensors, as `policy/` or `reference/` of a checkpoint.
+    """
+    _load_model(chunks, _load(_model_state(chunks), directory))
 
 
 # --------------------------------------------------------------------------------------------------- Megatron's formats

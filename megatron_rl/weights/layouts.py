@@ -58,6 +58,8 @@ class Layout(Protocol):
 
     is_split: bool
     """Whether tensor-parallel ranks hold different parts; if not, each holds the whole."""
+    is_padded: bool
+    """Whether Megatron adds rows of zeros at the end."""
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         """This rank's parameter, from the Hugging Face tensors of its rule (in the rule's order)."""
@@ -83,6 +85,7 @@ class Replicated:
     """The whole tensor on every rank: norms."""
 
     is_split = False
+    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         return sources[0].rows(0, sources[0].shape[0])
@@ -98,6 +101,7 @@ class RowParallel:
     """Split along the input features, the second dimension: attention output and down projections."""
 
     is_split = True
+    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         size = sources[0].shape[1] // shard.size
@@ -114,6 +118,7 @@ class Vocabulary:
     """Split along the vocabulary, which Megatron pads: rows past the true vocabulary are zero, and never leave."""
 
     is_split = True
+    is_padded = True
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         vocab_size = sources[0].shape[0]
@@ -135,6 +140,7 @@ class GateUp:
     """Two column-parallel matrices in one: every rank holds [its rows of gate; its rows of up]."""
 
     is_split = True
+    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         return torch.cat([_row_block(source, shard) for source in sources])
@@ -155,6 +161,7 @@ class QueryKeyValue:
     """
 
     is_split = True
+    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         begin, end = shard.rank * shard.rows, (shard.rank + 1) * shard.rows

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_rl.weights.layouts import Layout
 
 # Transformer Engine fuses a norm into the matrix behind it; tables use the names of the local layer spec.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -156,7 +156,7 @@ def mapped_parameters(chunk: Any, family: Family, hf: HfConfig) -> Iterator[Mapp
         if match is None:
             rule, prefix = top.get(name), ""
         else:
-            suffix = _FUSED_NORMS.get(match[2], match[2])
+            suffix = FUSED_NORMS.get(match[2], match[2])
             rule = layer_rules.get(suffix)
             # Megatron numbers a chunk's own layers from 0; layer_number counts through the whole model, from 1.
             prefix = family.layer_prefix.format(layer=model.decoder.layers[int(match[1])].layer_number - 1)

@@ -67,12 +67,12 @@ class SafetensorsReader:
             return {SINGLE: None}
         try:
             weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
+            found: dict[str, set[str]] = {file: set() for file in sorted(set(weight_map.values()))}
+            for name, file in weight_map.items():
+                found[file].add(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{index}: not a safetensors index ({error}); copy the file again") from error
-        files: dict[str, set[str] | None] = {file: set() for file in sorted(set(weight_map.values()))}
-        for name, file in weight_map.items():
-            files[file].add(name)  # type: ignore[union-attr]
-        return files
+        return dict(found)
 
     def _open(self, file: str) -> dict[str, TensorOnDisk]:
         path = self.path / file

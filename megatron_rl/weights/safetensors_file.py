@@ -85,7 +85,7 @@ def read_elements(file: Path, offset: int, first: int, count: int, dtype: torch.
         WeightsError: the file is gone, or ends before them.
     """
     part = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-    view, position = memoryview(part.numpy()), offset + first * dtype.itemsize
+    view, position = part.numpy().data, offset + first * dtype.itemsize
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except OSError as error:

@@ -1,0 +1,305 @@
+"""The verbs `megatron-rl convert ...`: what they take and print; what they do is in `weights.convert` and `verify`.
+
+Nothing heavy is imported before a verb runs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from megatron_rl.config import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.convert.actions import Conversion
+
+app = typer.Typer(
+    help="Convert and compare checkpoints on a CPU, in bounded memory: Hugging Face and Megatron's torch_dist.",
+    no_args_is_help=True,
+)
+_out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+_bar = Console(stderr=True)
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Source = Annotated[Path, typer.Argument(help="Hugging Face directory, or Megatron checkpoint.", metavar="SRC")]
+Target = Annotated[Path, typer.Argument(help="Directory to write; it must not exist.", metavar="DST")]
+HfDir = Annotated[
+    Path | None,
+    typer.Option("--hf", help="config.json and tokenizer of a Megatron checkpoint that has none beside it."),
+]
+Memory = Annotated[str, typer.Option("--max-memory", help="Memory for tensors, such as 512MiB or 8GiB.")]
+AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Go on past NaN and infinity; the tensors are listed.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be written; write nothing.")]
+ShardSize = Annotated[str, typer.Option("--shard-size", help="Largest safetensors file.")]
+OutDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Of the written weights; default: as they are.")]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Cut for so many tensor-parallel ranks.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="One file at least for each of so many pipeline stages.")]
+
+
+@app.command("hf-to-megatron")
+def hf_to_megatron(
+    source: Source,
+    out: Target,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vocab_multiple: Annotated[
+        int, typer.Option("--make-vocab-size-divisible-by", min=1, help="As in Megatron; times --tp.")
+    ] = 128,
+    dtype: OutDtype = None,
+    max_memory: Memory = "8GiB",
+    allow_nan: AllowNan = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Write a Hugging Face model as a Megatron checkpoint (torch_dist), which any layout can load.
+
+    Example: megatron-rl convert hf-to-megatron models/Qwen3-4B megatron/Qwen3-4B --tp 2
+    """
+    from megatron_rl.weights.convert import actions
+    from megatron_rl.weights.convert.cuts import TargetLayout
+    from megatron_rl.weights.convert.opened import open_checkpoint
+
+    layout = TargetLayout(tp, pp, vocab_multiple)
+    _do(actions.hf_to_megatron(open_checkpoint(source), out, layout, _dtype(dtype)), max_memory, allow_nan, dry_run)
+
+
+@app.command("megatron-to-hf")
+def megatron_to_hf(
+    source: Source,
+    out: Target,
+    hf: HfDir = None,
+    dtype: OutDtype = None,
+    shard_size: ShardSize = "5GB",
+    max_memory: Memory = "8GiB",
+    allow_nan: AllowNan = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Write the weights of a Megatron checkpoint, of a run or converted, as a Hugging Face directory.
+
+    Example: megatron-rl convert megatron-to-hf RUN/checkpoints/step-000020 out/hf --hf models/Qwen3-4B
+    """
+    from megatron_rl.weights.convert import actions
+    from megatron_rl.weights.convert.opened import open_checkpoint
+
+    plan = actions.megatron_to_hf(open_checkpoint(source, hf), out, _dtype(dtype), _bytes(shard_size, "--shard-size"))
+    _do(plan, max_memory, allow_nan, dry_run)
+
+
+@app.command()
+def cast(
+    source: Source,
+    out: Target,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the written weights.")],
+    shard_size: ShardSize = "5GB",
+    max_memory: Memory = "8GiB",
+    allow_nan: AllowNan = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Write the same checkpoint in another number format; an optimizer's state keeps its own."""
+    from megatron_rl.weights.convert import actions
+    from megatron_rl.weights.convert.opened import open_checkpoint
+
+    wanted = _dtype(dtype)
+    assert wanted is not None
+    plan = actions.cast(open_checkpoint(source), out, wanted, _bytes(shard_size, "--shard-size"))
+    _do(plan, max_memory, allow_nan, dry_run)
+
+
+@app.command()
+def average(
+    sources: Annotated[
+        list[Path], typer.Argument(help="Checkpoints of one model, of either format.", metavar="SRC...")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Hugging Face directory to write; it must not exist.")],
+    weights: Annotated[
+        list[float] | None, typer.Option("--weight", help="One for each SRC, in order; default: all equal.")
+    ] = None,
+    hf: HfDir = None,
+    shard_size: ShardSize = "5GB",
+    max_memory: Memory = "8GiB",
+    allow_nan: AllowNan = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Write the weighted mean of several checkpoints as a Hugging Face directory.
+
+    Example: megatron-rl convert average run/step-000100 run/step-000110 --hf models/Qwen3-4B --out out/mean
+    """
+    from megatron_rl.weights.convert import actions
+    from megatron_rl.weights.convert.opened import open_checkpoint
+
+    opened = [open_checkpoint(source, hf) for source in sources]
+    shares = weights or [1.0] * len(opened)
+    _do(actions.average(opened, shares, out, _bytes(shard_size, "--shard-size")), max_memory, allow_nan, dry_run)
+
+
+@app.command()
+def reshard(
+    source: Source,
+    out: Target,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    max_memory: Memory = "8GiB",
+    allow_nan: AllowNan = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Rewrite a Megatron checkpoint, optimizer state included, so that ranks of another layout read whole chunks.
+
+    It is never needed to load one: torch_dist knows no layout.
+    """
+    from megatron_rl.weights.convert import actions
+    from megatron_rl.weights.convert.cuts import TargetLayout
+    from megatron_rl.weights.convert.opened import open_checkpoint
+
+    _do(actions.reshard(open_checkpoint(source), out, TargetLayout(tp, pp)), max_memory, allow_nan, dry_run)
+
+
+@app.command()
+def inspect(source: Source) -> None:
+    """List a checkpoint's tensors: shape, dtype, bytes, and how they are cut. Reads headers only."""
+    from megatron_rl.weights.convert.listing import describe
+    from megatron_rl.weights.convert.opened import open_checkpoint
+
+    found = describe(open_checkpoint(source))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("tensor", "shape", "dtype", "bytes", "stored as"):
+        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
+    for row in found.tensors:
+        table.add_row(row.name, str(list(row.shape)), row.dtype, f"{row.size:,}", row.cut)
+    _out.print(table)
+    for line in found.summary:
+        _out.print(line)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A")],
+    second: Annotated[Path, typer.Argument(metavar="B")],
+    hf: HfDir = None,
+    limit: Annotated[int, typer.Option(min=1, help="Print so many of the largest differences.")] = 20,
+) -> None:
+    """Compare two checkpoints number by number, across formats and layouts. Ends with 1 when they differ."""
+    from megatron_rl.weights.convert.compare import compare, total_size
+    from megatron_rl.weights.convert.opened import open_checkpoint
+
+    opened = [open_checkpoint(path) for path in (first, second)]
+    beside = hf or next((side.companions for side in opened if side.companions is not None), None)
+    left, right = (
+        open_checkpoint(path, None if side.companions else beside)
+        for path, side in zip((first, second), opened, strict=True)
+    )
+    with _progress("compare", total_size(left, right)) as bar:
+        found = compare(left, right, bar.advance)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("tensor", "max abs", "max rel", ""):
+        table.add_column(column, overflow="fold")
+    differing = [row for row in found.differences if row.max_abs or row.note]
+    for row in differing[:limit]:
+        table.add_row(row.name, f"{row.max_abs:.3e}", f"{row.max_rel:.3e}", row.note)
+    if differing:
+        _out.print(table)
+    for side, names in ((first, found.only_first), (second, found.only_second)):
+        for name in names:
+            _out.print(f"only in {side}: {name}")
+    unequal = sum(row.max_abs > 0 for row in found.differences)
+    _out.print(f"{len(found.differences)} tensors compared: {unequal} differ")
+    raise typer.Exit(0 if found.is_equal else 1)
+
+
+@app.command()
+def verify(
+    source: Source,
+    hf: Annotated[
+        Path | None, typer.Option("--hf", help="Hugging Face directory to compare with; default: SRC itself.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="File with one text a line; default: a few built-in sentences.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Largest difference of two log-probs.")] = 1e-4,
+) -> None:
+    """Compare the log-probs of Megatron with these weights and of transformers, in fp32; holds both models in memory.
+
+    Where they differ, the first layer that deviates is named. Ends with 1 when they differ.
+
+    Example: megatron-rl convert verify megatron/Qwen3-0.6B --hf models/Qwen3-0.6B
+    """
+    from megatron_rl.verify import SENTENCES, read_texts, verify_log_probs
+
+    texts = SENTENCES if prompts is None else read_texts(prompts)
+    warnings.simplefilter("ignore")  # Megatron's, about what is not installed here
+    found = verify_log_probs(source, hf or source, texts, tolerance)
+    gap = f"largest difference {found.max_abs:.2e}, mean {found.mean_abs:.2e}"
+    _out.print(f"{found.texts} texts, {found.tokens} log-probs: {gap}")
+    if found.first_deviation is not None:
+        _out.print(f"first deviation: {found.first_deviation}")
+    _out.print("equal" if found.is_equal else f"NOT equal: more than {tolerance:g} apart")
+    raise typer.Exit(0 if found.is_equal else 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool) -> None:
+    from megatron_rl.weights.convert.job import Options, check_out, check_space
+
+    options = Options(_bytes(max_memory, "--max-memory"), allow_nan)
+    check_out(plan.out)
+    if dry_run:
+        for file in plan.target.files:
+            _out.print(f"{file.name}  {len(file.tensors)} tensors  {file.size:,} bytes")
+        check_space(plan.out, plan.size)
+        _out.print(f"dry run: {plan.size:,} bytes of tensors would be read and written to {plan.out}; nothing was")
+        return
+    with _progress(plan.out.name, plan.size) as bar:
+        done = plan.run(options, bar)
+    for name in done.not_finite:
+        _out.print(f"not finite: {name}")
+    kept = f" ({done.kept:,} bytes were there from an interrupted call)" if done.kept else ""
+    _out.print(f"{plan.out}: {done.size:,} bytes of tensors in {len(plan.target.files)} files{kept}")
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, size: int) -> None:
+        self._progress.advance(self._task, size)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[_Bar]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_bar, disable=not _bar.is_terminal) as progress:
+        yield _Bar(progress, progress.add_task(what, total=total))
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B?", re.I)
+
+
+def _bytes(text: str, key: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{key}={text}: not a size; write 512MiB, 8GiB or 5GB")
+    unit = (match[2] or "").lower()
+    power = "kmgt".index(unit[0]) + 1 if unit else 0
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,170 @@
+"""What each converting verb writes, as a plan that can be shown or run; how it is written is in `job`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import HfConfig
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.cuts import TargetLayout, cut, rewritten
+from megatron_rl.weights.convert.hf_target import SHARD_BYTES, HfTarget
+from megatron_rl.weights.convert.job import Options, Outcome, Progress, Target, run
+from megatron_rl.weights.convert.megatron_lm import extra_states, megatron_lm_arguments
+from megatron_rl.weights.convert.opened import Opened
+from megatron_rl.weights.convert.tensors import Changed, Rows, cast_rows
+from megatron_rl.weights.convert.torch_dist import RELEASE, TorchDistReader
+from megatron_rl.weights.convert.torch_dist_target import TorchDistTarget
+from megatron_rl.weights.convert.views import LAYERS, as_megatron
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A plan: what is written where, from which files."""
+
+    target: Target
+    out: Path
+    identity: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of tensors that are written."""
+        return sum(file.size for file in self.target.files)
+
+    def run(self, options: Options, progress: Progress) -> Outcome:
+        """Do it; raises as `job.run`."""
+        return run(self.target, self.out, self.identity, options, progress)
+
+
+def hf_to_megatron(source: Opened, out: Path, layout: TargetLayout, dtype: torch.dtype | None) -> Conversion:
+    """A `torch_dist` checkpoint of a Hugging Face directory's weights, in a directory that Megatron-LM's --load takes.
+
+    Raises:
+        WeightsError: the source is not a Hugging Face directory, or does not fit its config.json or the layout.
+    """
+    if not source.is_hf:
+        raise WeightsError(f"{source.path}: a Megatron checkpoint already; `convert reshard` writes it anew")
+    hf = source.hf()
+    _check_layout(hf, layout)
+    multiple = layout.vocab_multiple * layout.tensor
+    padded = math.ceil(hf.vocab_size / multiple) * multiple
+    stored = as_megatron(_cast(source.as_hf(), dtype), hf, padded)
+    tensors = {
+        name: cut(
+            name, planes, (hf.num_layers, *planes[0].shape) if name.startswith(LAYERS) else planes[0].shape, layout
+        )
+        for name, planes in stored.items()
+    }
+    common = {
+        "args": megatron_lm_arguments(hf, layout, padded, next(iter(stored.values()))[0].dtype),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+    }
+    target = TorchDistTarget(tensors, common, extra_states(stored, hf), folder=f"{RELEASE}/", hf=source.companions)
+    return Conversion(target, out, _identity("hf-to-megatron", [source], layout=vars(layout), dtype=str(dtype)))
+
+
+def megatron_to_hf(source: Opened, out: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Conversion:
+    """A Hugging Face directory of a Megatron checkpoint's weights, in their dtype or another one.
+
+    Raises:
+        WeightsError: the source is not a Megatron checkpoint, or does not fit the config.json.
+    """
+    if source.is_hf:
+        raise WeightsError(f"{source.path}: a Hugging Face directory already; `convert cast` writes it anew")
+    tensors = _cast(source.as_hf(), dtype)
+    assert source.companions is not None
+    target = HfTarget(tensors, source.companions, shard_bytes)
+    return Conversion(target, out, _identity("megatron-to-hf", [source], dtype=str(dtype), shard=shard_bytes))
+
+
+def cast(source: Opened, out: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> Conversion:
+    """The same checkpoint with its floating-point weights in another dtype; optimizer state keeps its own."""
+    identity = _identity("cast", [source], dtype=str(dtype), shard=shard_bytes)
+    if isinstance(source.reader, TorchDistReader):
+        return Conversion(rewritten(source.reader, TargetLayout(), dtype), out, identity)
+    tensors = {name: source.reader[name] for name in sorted(source.reader.names)}
+    return Conversion(HfTarget(_cast(tensors, dtype), _companions(source), shard_bytes), out, identity)
+
+
+def average(
+    sources: Sequence[Opened], weights: Sequence[float], out: Path, shard_bytes: int = SHARD_BYTES
+) -> Conversion:
+    """A Hugging Face directory whose tensors are the weighted mean of the sources', of either format.
+
+    The mean is computed in fp32 (fp64 for fp64 sources) and rounded once, to the first source's dtype.
+
+    Raises:
+        WeightsError: fewer than two sources, weights that do not fit, or sources of different models.
+    """
+    if len(sources) < 2 or len(weights) != len(sources) or not math.isfinite(sum(weights)) or sum(weights) == 0:
+        raise WeightsError(
+            f"average: {len(sources)} checkpoints and {len(weights)} weights; give at least two checkpoints, and as "
+            "many weights, of a sum that is not 0"
+        )
+    shares = [weight / sum(weights) for weight in weights]
+    opened = [source.as_hf() for source in sources]
+    first = opened[0]
+    for source, tensors in zip(sources, opened, strict=True):
+        for name, tensor in tensors.items():
+            if name not in first or first[name].shape != tensor.shape or len(tensors) != len(first):
+                raise WeightsError(f"{source.path}: {name} is not as in {sources[0].path}; these are different models")
+    mean = {
+        name: Changed(name, tensor.dtype, tuple(tensors[name] for tensors in opened), partial(_mean, shares))
+        for name, tensor in first.items()
+    }
+    target = HfTarget(mean, _companions(sources[0]), shard_bytes)
+    return Conversion(target, out, _identity("average", sources, weights=list(weights), shard=shard_bytes))
+
+
+def reshard(source: Opened, out: Path, layout: TargetLayout) -> Conversion:
+    """The same Megatron checkpoint, optimizer state and random states included, cut for another layout.
+
+    Raises:
+        WeightsError: the source is a Hugging Face directory.
+    """
+    if not isinstance(source.reader, TorchDistReader):
+        raise WeightsError(f"{source.path}: a Hugging Face directory has no layout; use `convert hf-to-megatron`")
+    target = rewritten(source.reader, layout)
+    return Conversion(target, out, _identity("reshard", [source], layout=vars(layout)))
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _identity(verb: str, sources: Sequence[Opened], **options: Any) -> dict[str, Any]:
+    return {"verb": verb, "sources": [source.identity for source in sources], **options}
+
+
+def _companions(source: Opened) -> Path:
+    return source.companions or source.path
+
+
+def _mean(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = tensors[0].to(wide) * shares[0]
+    for share, tensor in zip(shares[1:], tensors[1:], strict=True):
+        total.add_(tensor.to(wide), alpha=share)
+    return total.to(tensors[0].dtype)
+
+
+def _cast(tensors: Mapping[str, Rows], dtype: torch.dtype | None) -> dict[str, Rows]:
+    return {name: cast_rows(tensor, dtype) for name, tensor in tensors.items()}
+
+
+def _check_layout(hf: HfConfig, layout: TargetLayout) -> None:
+    tp, groups = layout.tensor, hf.num_query_groups
+    if hf.num_attention_heads % tp or hf.ffn_hidden_size % tp or (groups % tp and tp % groups):
+        raise WeightsError(
+            f"--tp {tp}: does not divide num_attention_heads={hf.num_attention_heads}, num_key_value_heads={groups} "
+            f"(or is a multiple of it) and intermediate_size={hf.ffn_hidden_size}; choose another one"
+        )
+    if hf.num_layers < layout.pipeline:
+        raise WeightsError(f"--pp {layout.pipeline}: more stages than the model's {hf.num_layers} layers")

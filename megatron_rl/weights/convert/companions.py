@@ -1,0 +1,61 @@
+"""What stands beside the weights of a Hugging Face directory: config, generation config, tokenizer, chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.files import write_atomic
+from megatron_rl.weights import WeightsError
+
+if TYPE_CHECKING:
+    from megatron_rl.config import HfConfig
+
+_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
+CONFIG = "config.json"
+
+
+def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy every file of the directory `source` that holds no weights; links are followed, folders left out.
+
+    Args:
+        dtype: what config.json says afterwards; None = what it said.
+    """
+    out.mkdir(exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
+            shutil.copyfile(file, out / file.name)
+    if dtype is None:
+        return
+    config = json.loads((source / CONFIG).read_text())
+    # transformers 5 reads "dtype", transformers 4 and SGLang "torch_dtype".
+    config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(dtype).removeprefix("torch."))
+    write_atomic(out / CONFIG, json.dumps(config, indent=2))
+
+
+def check_tokenizer(folder: Path, hf: HfConfig) -> None:
+    """Whether the model has a row for every token; a model may have more, a directory no tokenizer.json.
+
+    Raises:
+        WeightsError: the tokenizer has ids at or past `vocab_size`, or its file cannot be read.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    try:
+        described = json.loads(file.read_text())
+        vocab = described["model"]["vocab"]
+        ids = [len(vocab) - 1] if isinstance(vocab, list) else list(vocab.values())
+        largest = max([*ids, *(token["id"] for token in described.get("added_tokens") or ())], default=-1)
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{file}: not a tokenizer ({error}); copy the file from the model again") from error
+    if largest >= hf.vocab_size:
+        raise WeightsError(
+            f"{file}: has token ids up to {largest}, but config.json says vocab_size={hf.vocab_size}; the tokenizer "
+            "belongs to another model, or the embedding was not enlarged for the tokens that were added"
+        )

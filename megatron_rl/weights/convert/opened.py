@@ -1,0 +1,96 @@
+"""Opens a checkpoint of either format and says what it is; nothing is read but headers and metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import HfConfig, read_hf_config
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.companions import CONFIG, check_tokenizer
+from megatron_rl.weights.convert.tensors import Rows
+from megatron_rl.weights.convert.torch_dist import HF, TorchDistReader, find_torch_dist
+from megatron_rl.weights.convert.views import as_hf, check_hf
+from megatron_rl.weights.families import family_of
+from megatron_rl.weights.reader import SafetensorsReader
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint.
+
+    Attributes:
+        path: as it was given.
+        reader: of its format.
+        companions: directory of config.json and the tokenizer; None when there is none (yet).
+    """
+
+    path: Path
+    reader: SafetensorsReader | TorchDistReader
+    companions: Path | None
+
+    @property
+    def is_hf(self) -> bool:
+        """Whether this is a Hugging Face directory."""
+        return isinstance(self.reader, SafetensorsReader)
+
+    @property
+    def identity(self) -> list[Any]:
+        """Name, size and time of every file, by which a change is noticed."""
+        facts = [(file, file.stat()) for file in self.reader.files]
+        return [[str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in facts]
+
+    def hf(self) -> HfConfig:
+        """What config.json says.
+
+        Raises:
+            WeightsError: there is none; the message says how to give one.
+            ConfigError: it describes a model that is not supported.
+        """
+        if self.companions is None:
+            raise WeightsError(
+                f"{self.path}: a Megatron checkpoint without a config.json beside it; give the Hugging Face directory "
+                "of the model that it was trained from with --hf DIR"
+            )
+        return read_hf_config(self.companions)
+
+    def stored(self) -> Mapping[str, Rows | Sequence[Rows]]:
+        """Every tensor by its own name; one of Megatron's layers as the sequence of its layers."""
+        if isinstance(self.reader, SafetensorsReader):
+            return {name: self.reader[name] for name in sorted(self.reader.names)}
+        return {name: tensor.planes for name, tensor in sorted(self.reader.tensors.items())}
+
+    def as_hf(self) -> dict[str, Rows]:
+        """The model's tensors by Hugging Face name, in the order of the network, after a check of names and shapes.
+
+        Raises:
+            WeightsError: they are not those of the model that config.json describes.
+        """
+        hf = self.hf()
+        assert self.companions is not None
+        check_tokenizer(self.companions, hf)
+        if isinstance(self.reader, TorchDistReader):
+            return dict(as_hf(self.reader.weights(), hf, self.path))
+        tensors = {name: self.reader[name] for name in self.reader.names}
+        check_hf(tensors, hf, self.path)
+        return {name: tensors[name] for name in family_of(hf).hf_shapes(hf)}
+
+
+def open_checkpoint(path: Path, hf_dir: Path | None = None) -> Opened:
+    """Open a Hugging Face directory or a Megatron checkpoint.
+
+    Args:
+        hf_dir: where config.json and the tokenizer are, for a Megatron checkpoint that does not say.
+
+    Raises:
+        WeightsError: neither, or damaged.
+    """
+    if not path.is_dir():
+        raise WeightsError(f"{path}: no such directory; give a Hugging Face directory or a Megatron checkpoint")
+    folder = find_torch_dist(path)
+    if folder is None:
+        return Opened(path, SafetensorsReader(path), hf_dir or (path if (path / CONFIG).is_file() else None))
+    beside = [candidate / HF for candidate in (path, folder, folder.parent) if (candidate / HF / CONFIG).is_file()]
+    return Opened(path, TorchDistReader(folder), hf_dir or (beside[0] if beside else None))

@@ -1,0 +1,102 @@
+"""What every source and every view offers: tensors of which rows are read on demand. No file format is known here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What weights may be made of."""
+BLOCK_BYTES = 32 * 2**20
+"""Read, checked and written at a time; past this size disks do not get faster."""
+
+
+class Rows(Protocol):
+    """A tensor that is not in memory."""
+
+    @property
+    def name(self) -> str:
+        """As in its checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what `rows` returns."""
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Rows `begin` to `end` of the first dimension, contiguous."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `begin` to `end` of a tensor."""
+
+    tensor: Rows
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Parts of tensors, one below the other, then rows of zeros until `shape` is full."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        found, position = [], 0
+        for part in self.parts:
+            first, last = max(begin - position, 0), min(end - position, part.end - part.begin)
+            if first < last:
+                found.append(part.tensor.rows(part.begin + first, part.begin + last))
+            position += part.end - part.begin
+        if missing := end - max(begin, min(position, end)):
+            found.append(torch.zeros(missing, *self.shape[1:], dtype=self.dtype))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Tensors of one shape, put through a function block by block: a cast, a mean."""
+
+    name: str
+    dtype: torch.dtype
+    of: tuple[Rows, ...]
+    function: Callable[[Sequence[Tensor]], Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of[0].shape
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        return self.function([tensor.rows(begin, end) for tensor in self.of])
+
+
+def cast_rows(tensor: Rows, dtype: torch.dtype | None) -> Rows:
+    """The tensor in another dtype, if it is one of floating point and not of that dtype (None: any) already."""
+    if dtype in (None, tensor.dtype) or tensor.dtype not in (*FLOATS, torch.float64):
+        return tensor
+    return Changed(tensor.name, dtype, (tensor,), lambda blocks: blocks[0].to(dtype))
+
+
+def size_of(tensor: Rows) -> int:
+    """Bytes."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def blocks(tensor: Rows, size: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of about `size` bytes each (one row at least)."""
+    count = tensor.shape[0] if tensor.shape else 1
+    step = max(1, size * count // max(1, size_of(tensor)))
+    for begin in range(0, count, step):
+        yield begin, min(begin + step, count)

@@ -1,0 +1,303 @@
+"""Reads Megatron's `torch_dist` checkpoints by their metadata: no model, no process group, no code out of a file runs.
+
+    metadata.json    which format this is
+    common.pt        what is not sharded: arguments, counters, the optimizer's settings
+    .metadata        pickle: every tensor's name, global shape and dtype; where each chunk of it lies
+    *.distcp         chunks, one behind the other, each a small zip archive (`torch.save`) whose record `data/0` is raw
+
+A chunk's numbers are read straight from that record. The pickles are read by an unpickler that knows a handful of names
+and refuses every other one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, UnknownName, read_array, read_metadata
+from megatron_rl.weights.convert.tensors import Rows
+from megatron_rl.weights.convert.views import LAYERS
+from megatron_rl.weights.safetensors_file import read_elements
+
+METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
+_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+"""Megatron-LM's name of the newest checkpoint in a directory, and what it holds for weights that no run has trained."""
+HF = "hf"
+"""Beside a checkpoint that was converted: config and tokenizer of the Hugging Face model."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Some bytes of a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+    def read(self) -> bytes:
+        """All of them. Raises WeightsError when the file is shorter."""
+        return read_elements(self.file, self.offset, 0, self.length, torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it begins, how large it is, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+    def array(self, dtype: torch.dtype) -> ArrayOnDisk:
+        """Where its numbers lie, after a look at the archive's directory.
+
+        Raises:
+            WeightsError: the archive is damaged, or does not hold what the metadata says.
+        """
+        try:
+            with zipfile.ZipFile(_Window(self.place)) as archive:
+                found = read_array(archive)
+        except (zipfile.BadZipFile, UnknownName, pickle.UnpicklingError, KeyError, ValueError) as error:
+            raise WeightsError(
+                f"{self.place.file}: the chunk at byte {self.place.offset} is damaged ({error}); copy the file again"
+            ) from error
+        if (found.dtype, found.shape) != (dtype, self.sizes):
+            raise WeightsError(
+                f"{self.place.file}: the chunk at byte {self.place.offset} is {found.dtype} {list(found.shape)} where "
+                f".metadata says {dtype} {list(self.sizes)}; the files do not belong together"
+            )
+        return found
+
+
+class _Window(io.RawIOBase):
+    """Part of a file, as a file."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._position = place, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._place.length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._place.length - self._position)
+        size = left if size < 0 else min(size, left)
+        part = Place(self._place.file, self._place.offset + self._position, size).read()
+        self._position += size
+        return part
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint: its global shape, and its chunks."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...] = field(repr=False)
+
+    @cached_property
+    def planes(self) -> list[Plane]:
+        """The tensor as matrices or vectors: one for each layer, and for each expert where there are any."""
+        layered = LAYERS in self.name and not self.name.partition(LAYERS)[2].partition(".")[0].isdigit()
+        lead = max(1 if layered else 0, len(self.shape) - 2)
+        by_lead: dict[tuple[int, ...], list[Chunk]] = {}
+        for chunk in self.chunks:
+            ranges = [range(chunk.offsets[i], chunk.offsets[i] + chunk.sizes[i]) for i in range(lead)]
+            for index in product(*ranges):
+                by_lead.setdefault(index, []).append(chunk)
+        return [
+            Plane(self, index, tuple(by_lead.get(index, ())))
+            for index in product(*(range(size) for size in self.shape[:lead]))
+        ]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The matrix or vector of a tensor at `index` of its leading dimensions."""
+
+    tensor: StoredTensor
+    index: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name + "".join(f"[{i}]" for i in self.index)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[len(self.index) :]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @cached_property
+    def _arrays(self) -> list[ArrayOnDisk]:
+        return [chunk.array(self.dtype) for chunk in self.chunks]
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """As `Rows.rows`; chunks that split columns are put side by side.
+
+        Raises:
+            WeightsError: no chunk holds some of the numbers, or a file is damaged.
+        """
+        part = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
+        filled = 0
+        for chunk, array in zip(self.chunks, self._arrays, strict=True):
+            filled += self._copy(chunk, array, part, begin, end)
+        if filled != part.numel():
+            raise WeightsError(
+                f"{self.name}: rows {begin} to {end} have {filled} of {part.numel()} numbers in the checkpoint; it is "
+                "incomplete, or chunks overlap"
+            )
+        return part
+
+    def _copy(self, chunk: Chunk, array: ArrayOnDisk, part: Tensor, begin: int, end: int) -> int:
+        lead = len(self.index)
+        top, height = chunk.offsets[lead], chunk.sizes[lead]
+        first, last = max(begin, top), min(end, top + height)
+        if first >= last:
+            return 0
+        width = math.prod(chunk.sizes[lead + 1 :])
+        index = 0
+        for i in range(lead):
+            index = index * chunk.sizes[i] + self.index[i] - chunk.offsets[i]
+        start = (index * height + first - top) * width
+        file, offset = chunk.place.file, chunk.place.offset + array.offset
+        found = read_elements(file, offset, start, (last - first) * width, self.dtype)
+        target = part[first - begin : last - begin]
+        if len(chunk.sizes) > lead + 1:
+            left = chunk.offsets[lead + 1]
+            target = target[:, left : left + chunk.sizes[lead + 1]]
+        target.copy_(found.view(target.shape))
+        return found.numel()
+
+
+class TorchDistReader:
+    """A checkpoint directory: tensors, and objects that are not tensors, by name.
+
+    Raises:
+        WeightsError: not such a checkpoint, or files are missing, cut short or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, Place] = {}
+        metadata = self._metadata()
+        places: dict[str, dict[tuple[int, ...], Place]] = {}
+        for index, info in metadata.storage_data.items():
+            if getattr(info, "transform_descriptors", None):
+                raise WeightsError(f"{path}: {index.fqn} is stored compressed, which cannot be read; save it plainly")
+            place = Place(path / info.relative_path, info.offset, info.length)
+            places.setdefault(index.fqn, {})[tuple(index.offset or ())] = place
+        for name, facts in metadata.state_dict_metadata.items():
+            self._add(name, facts, places.get(name, {}))
+        self._check_sizes()
+
+    @property
+    def files(self) -> list[Path]:
+        """All files that the metadata names, in order."""
+        places = [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
+        return sorted({place.file for place in [*places, *self.objects.values()]})
+
+    def _metadata(self) -> Any:
+        file = self.path / METADATA
+        try:
+            return read_metadata(file)
+        except (OSError, EOFError, UnknownName, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
+            raise WeightsError(f"{file}: cannot be read ({error}); copy the checkpoint again") from error
+
+    def _add(self, name: str, facts: Any, places: Mapping[tuple[int, ...], Place]) -> None:
+        if not hasattr(facts, "chunks"):
+            if () in places:
+                self.objects[name] = places[()]
+            return
+        chunks = []
+        for chunk in facts.chunks:
+            offsets = tuple(chunk.offsets)
+            if offsets not in places:
+                raise WeightsError(
+                    f"{self.path}: no file holds {name} from {list(offsets)} on; the save was not complete"
+                )
+            chunks.append(Chunk(offsets, tuple(chunk.sizes), places[offsets]))
+        self.tensors[name] = StoredTensor(name, tuple(facts.size), facts.properties.dtype, tuple(chunks))
+
+    def _check_sizes(self) -> None:
+        ends: dict[Path, int] = {}
+        for place in [
+            *(chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks),
+            *self.objects.values(),
+        ]:
+            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+        for file, end in ends.items():
+            if not file.is_file():
+                raise WeightsError(f"{file}: file is missing; copy it again from the checkpoint")
+            if (size := file.stat().st_size) < end:
+                raise WeightsError(f"{file}: cut short ({size} bytes instead of {end}); copy the file again")
+
+    def weights(self) -> dict[str, Sequence[Rows]]:
+        """The model's parameters by stored name: one tensor, or one for each layer.
+
+        Layers that differ from each other are stored under their numbers; they come together under the common name.
+        """
+        found: dict[str, Sequence[Rows]] = {}
+        numbered: dict[str, dict[int, Rows]] = {}
+        for name, tensor in self.tensors.items():
+            if not is_weight(name):
+                continue
+            if match := _NUMBERED.fullmatch(name):
+                numbered.setdefault(LAYERS + match[2], {})[int(match[1])] = tensor.planes[0]
+            else:
+                found[name] = tensor.planes
+        return found | {name: [layers[i] for i in sorted(layers)] for name, layers in numbered.items()}
+
+
+def is_weight(name: str) -> bool:
+    """Whether this is a parameter of the model, and not of the optimizer or of a tensor library's own state."""
+    return not name.startswith("optimizer.") and "_extra_state" not in name
+
+
+def find_torch_dist(path: Path) -> Path | None:
+    """The directory with the tensors: `path` itself, its `policy/`, or the iteration that Megatron-LM's file names."""
+    for folder in _candidates(path):
+        try:
+            if json.loads((folder / FORMAT).read_text()).get("sharded_backend") == "torch_dist":
+                return folder
+        except (OSError, ValueError, AttributeError):
+            continue
+    return None
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    yield path
+    yield path / "policy"
+    tracker = path / TRACKER
+    if tracker.is_file():
+        newest = tracker.read_text().strip()
+        yield path / (newest if newest == RELEASE else f"iter_{int(newest or 0):07d}")

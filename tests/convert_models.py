@@ -1,0 +1,77 @@
+"""Random Hugging Face directories of any small shape, made from a family's table alone; holds no tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.config import HfConfig, read_hf_config
+from megatron_rl.weights.convert.actions import Conversion
+from megatron_rl.weights.convert.job import LEAST_MEMORY, Options, Outcome
+from megatron_rl.weights.families import family_of
+
+
+class Silent:
+    """Counts the bytes that a conversion tells."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def advance(self, size: int) -> None:
+        self.size += size
+
+
+def convert(plan: Conversion, **options: Any) -> Outcome:
+    """Run a plan in the least memory."""
+    return plan.run(Options(LEAST_MEMORY, **options), Silent())
+
+
+def write_config(path: Path, **settings: Any) -> HfConfig:
+    """config.json of a tiny Llama, or of what `settings` make of it."""
+    path.mkdir(parents=True)
+    described = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "vocab_size": 50,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "sliding_window": None,
+        "torch_dtype": "float32",
+    } | settings
+    (path / "config.json").write_text(json.dumps(described))
+    (path / "generation_config.json").write_text("{}")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    tokens = {f"t{i}": i for i in range(described["vocab_size"])}
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
+    return read_hf_config(path)
+
+
+def random_tensors(hf: HfConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """One tensor for every name that the model needs."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = family_of(hf).hf_shapes(hf)
+    return {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def write_model(
+    path: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any
+) -> dict[str, torch.Tensor]:
+    """A directory with config, tokenizer and one safetensors file; returns the tensors."""
+    tensors = random_tensors(write_config(path, **settings), seed, dtype)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`, by its path there."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

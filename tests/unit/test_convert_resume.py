@@ -1,0 +1,199 @@
+"""A conversion that is killed, by a real SIGKILL, goes on to the same bytes; a full disk; the memory it takes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert import actions, job
+from megatron_rl.weights.convert.actions import Conversion
+from megatron_rl.weights.convert.cuts import TargetLayout
+from megatron_rl.weights.convert.opened import open_checkpoint
+from megatron_rl.weights.convert.tensors import size_of
+from megatron_rl.weights.safetensors_file import header_of
+from tests.convert_models import Silent, contents, convert, write_config, write_model
+
+Make = Callable[[Path, Path], Conversion]
+TOOLS: dict[str, Make] = {
+    "hf-to-megatron": lambda inputs, out: actions.hf_to_megatron(
+        open_checkpoint(inputs / "hf"), out, TargetLayout(2, 2), None
+    ),
+    "megatron-to-hf": lambda inputs, out: actions.megatron_to_hf(open_checkpoint(inputs / "megatron"), out, None, 4000),
+    "cast": lambda inputs, out: actions.cast(open_checkpoint(inputs / "hf"), out, torch.float16, 4000),
+    "average": lambda inputs, out: actions.average(
+        [open_checkpoint(inputs / "hf"), open_checkpoint(inputs / "megatron")], [1, 3], out, 4000
+    ),
+    "reshard": lambda inputs, out: actions.reshard(open_checkpoint(inputs / "megatron"), out, TargetLayout(1, 2)),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_model(folder / "hf")
+    convert(actions.hf_to_megatron(open_checkpoint(folder / "hf"), folder / "megatron", TargetLayout(2, 2), None))
+    return folder
+
+
+def in_a_child(function: Callable[[], object]) -> int:
+    """Run `function` in a fork of this process; returns how it ended, as `os.waitstatus_to_exitcode`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die_when(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: int) -> None:
+    """Let the process kill itself at call number `calls` of a function, before it does anything."""
+    original, count = getattr(owner, name), [0]
+
+    def wrapper(*args: object, **kwargs: object) -> object:
+        count[0] += 1
+        if count[0] == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapper)
+
+
+# In the middle of the second file; before the second file has its name; when it has, but the journal (written once at
+# the beginning) does not know it; before the whole directory has its name.
+MOMENTS = {
+    "writing": (job, "_is_finite", 17),
+    "finished": (job.os, "fsync", 4),
+    "unrecorded": (job._Journal, "_save", 3),
+    "complete": (job, "_complete", 1),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_killed_conversion_goes_on_to_the_same_bytes(
+    tool: str, moment: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = TOOLS[tool](inputs, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        die_when(patch, *MOMENTS[moment])
+        assert in_a_child(lambda: convert(plan)) == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".converting-out"]
+    outcome = convert(TOOLS[tool](inputs, tmp_path / "out"))
+    assert outcome.kept > 0
+    convert(TOOLS[tool](inputs, tmp_path / "whole"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        die_when(patch, *MOMENTS["complete"])
+        in_a_child(lambda: convert(TOOLS["cast"](inputs, tmp_path / "out")))
+    first = sorted((tmp_path / ".converting-out").glob("*.safetensors"))[0]
+    damaged = bytearray(first.read_bytes())
+    damaged[-1] ^= 1
+    first.write_bytes(damaged)
+    convert(TOOLS["cast"](inputs, tmp_path / "out"))
+    convert(TOOLS["cast"](inputs, tmp_path / "whole"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_what_another_conversion_left_is_not_taken_over(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        die_when(patch, *MOMENTS["complete"])
+        in_a_child(lambda: convert(TOOLS["average"](inputs, tmp_path / "out")))
+    assert convert(TOOLS["cast"](inputs, tmp_path / "out")).kept == 0
+    convert(TOOLS["cast"](inputs, tmp_path / "whole"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_two_processes_do_not_write_one_target(inputs: Path, tmp_path: Path) -> None:
+    with job._alone(tmp_path / ".converting-out"), pytest.raises(WeightsError, match="another process is writing it"):
+        convert(TOOLS["cast"](inputs, tmp_path / "out"))
+
+
+def sparse_model(path: Path) -> int:
+    """A model of 640 MiB in one file that takes no room on disk, and one tensor of 512 MiB; returns the bytes."""
+    hf = write_config(
+        path,
+        vocab_size=131072,
+        hidden_size=1024,
+        num_hidden_layers=1,
+        intermediate_size=8192,
+        head_dim=128,
+        tie_word_embeddings=True,
+        tokenizer=None,
+    )
+    (path / "tokenizer.json").unlink()
+    from megatron_rl.weights.families import family_of
+
+    shapes = family_of(hf).hf_shapes(hf)
+    header = header_of([(name, shape, torch.float32) for name, shape in shapes.items()])
+    size = sum(torch.Size(shape).numel() for shape in shapes.values()) * 4
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + size)
+    return size
+
+
+def test_memory_stays_below_the_limit_whatever_the_model_size(tmp_path: Path) -> None:
+    size = sparse_model(tmp_path / "hf")
+    plan = actions.hf_to_megatron(open_checkpoint(tmp_path / "hf"), tmp_path / "out", TargetLayout(2), torch.bfloat16)
+    assert size > 2 * job.LEAST_MEMORY
+    assert max(size_of(tensor) for file in plan.target.files for tensor in file.tensors) >= job.LEAST_MEMORY / 2
+
+    def peak() -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the process that this is a fork of
+        before = resource_peak()
+        convert(plan)
+        (tmp_path / "peak").write_text(str(resource_peak() - before))
+
+    in_a_child(peak)
+    assert int((tmp_path / "peak").read_text()) < job.LEAST_MEMORY
+
+
+def resource_peak() -> int:
+    """Most resident memory of this process so far, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def test_a_full_disk_is_one_message_and_the_same_command_goes_on(inputs: Path, tmp_path: Path) -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            convert(TOOLS["cast"](inputs, tmp_path / "out"))
+        except WeightsError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            (tmp_path / "message").write_text(str(error))
+
+    in_a_child(limited)
+    message = (tmp_path / "message").read_text()
+    assert "File too large" in message
+    assert "make room or fix the permissions, then give the same command again" in message
+    convert(TOOLS["cast"](inputs, tmp_path / "out"))
+    assert not (tmp_path / ".converting-out").exists()
+
+
+def test_progress_counts_every_byte_once_also_when_resuming(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        die_when(patch, *MOMENTS["unrecorded"])
+        in_a_child(lambda: convert(TOOLS["cast"](inputs, tmp_path / "out")))
+    plan, progress = TOOLS["cast"](inputs, tmp_path / "out"), Silent()
+    plan.run(job.Options(job.LEAST_MEMORY), progress)
+    assert progress.size == plan.size

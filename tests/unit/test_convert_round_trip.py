@@ -1,0 +1,167 @@
+"""Hugging Face -> Megatron -> Hugging Face over random small models: the same bits, whatever the layout."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.config import read_hf_config
+from megatron_rl.weights.convert import actions
+from megatron_rl.weights.convert.compare import compare
+from megatron_rl.weights.convert.cuts import TargetLayout
+from megatron_rl.weights.convert.listing import describe
+from megatron_rl.weights.convert.opened import open_checkpoint
+from megatron_rl.weights.convert.views import as_megatron, stored_name
+from megatron_rl.weights.families import FAMILIES, family_of
+from megatron_rl.weights.layouts import Shard
+from megatron_rl.weights.reader import SafetensorsReader
+from tests.convert_models import Silent, convert, write_model
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    groups = draw(st.integers(1, 4))
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    heads, head_dim = groups * draw(st.integers(1, 4)), 2 * draw(st.integers(1, 4))
+    return {
+        "model_type": family,
+        "num_hidden_layers": draw(st.integers(1, 5)),
+        "num_key_value_heads": groups,
+        "num_attention_heads": heads,
+        "head_dim": head_dim,
+        "hidden_size": draw(st.integers(1, 20)),
+        "intermediate_size": 2 * draw(st.integers(1, 10)),
+        "vocab_size": draw(st.integers(1, 70)),
+        "tie_word_embeddings": draw(st.booleans()),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+    }
+
+
+def rank_counts(model: dict[str, Any]) -> list[int]:
+    heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
+    return [
+        tp
+        for tp in range(1, 9)
+        if heads % tp == 0 and model["intermediate_size"] % tp == 0 and (groups % tp == 0 or tp % groups == 0)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(models(), st.data())
+def test_converting_there_and_back_gives_the_same_bits(model: dict[str, Any], data: st.DataObject) -> None:
+    tp = data.draw(st.sampled_from(rank_counts(model)))
+    pp = data.draw(st.integers(1, model["num_hidden_layers"]))
+    multiple = data.draw(st.sampled_from([1, 8, 128]))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tensors = write_model(folder / "hf", **model)
+        there = actions.hf_to_megatron(
+            open_checkpoint(folder / "hf"), folder / "megatron", TargetLayout(tp, pp, multiple), None
+        )
+        convert(there)
+        convert(actions.megatron_to_hf(open_checkpoint(folder / "megatron"), folder / "back", None))
+        back = load_file(folder / "back" / "model.safetensors")
+        assert back.keys() == tensors.keys()
+        assert all(torch.equal(back[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in tensors)
+        found = compare(open_checkpoint(folder / "megatron"), open_checkpoint(folder / "hf"), Silent().advance)
+        assert found.is_equal
+        assert len(found.differences) == len(tensors)
+
+
+@settings(max_examples=25, deadline=None)
+@given(models())
+def test_the_whole_parameter_is_what_the_ranks_hold_together(model: dict[str, Any]) -> None:
+    """The table's two readings, by pieces for files and by shards for ranks, describe one parameter."""
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name) / "hf", **model)
+        hf, reader = read_hf_config(Path(name) / "hf"), SafetensorsReader(Path(name) / "hf")
+        for tp in rank_counts(model):
+            padded = -hf.vocab_size % tp + hf.vocab_size
+            stored = as_megatron({n: reader[n] for n in reader.names}, hf, padded)
+            for row in family_of(hf).rows(hf):
+                plane = stored[stored_name(row)][row.layer or 0]
+                whole = plane.rows(0, plane.shape[0])
+                layout = row.rule.layout
+                sources = [reader[n] for n in row.hf]
+                rows = whole.shape[0] // tp if layout.is_split else whole.shape[0]
+                shards = [layout.local(sources, Shard(rank, tp, rows), hf) for rank in range(tp)]
+                for n, tensor in zip(row.hf, layout.full(shards, hf), strict=True):
+                    assert torch.equal(tensor, reader[n].rows(0, reader[n].shape[0]))
+                if tp == 1:
+                    assert torch.equal(shards[0], whole)
+
+
+def test_many_files_come_with_a_correct_index_and_all_companions(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "hf")
+    plan = actions.cast(open_checkpoint(tmp_path / "hf"), tmp_path / "out", torch.bfloat16, 3000)
+    progress = Silent()
+    plan.run(actions.Options(2**28), progress)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    size = 0
+    for file in files:
+        for name, tensor in load_file(tmp_path / "out" / file).items():
+            assert index["weight_map"][name] == file
+            assert torch.equal(tensor, tensors[name].bfloat16())
+            size += tensor.nbytes
+    assert index["metadata"]["total_size"] == size == plan.size == progress.size
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_directory_of_links_is_read_like_one_of_files(tmp_path: Path) -> None:
+    """As in the cache of huggingface_hub: every name is a link to a blob."""
+    tensors = write_model(tmp_path / "real")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for number, file in enumerate(sorted((tmp_path / "real").iterdir())):
+        file.rename(tmp_path / "blobs" / str(number))
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / str(number))
+    convert(actions.cast(open_checkpoint(tmp_path / "snapshot"), tmp_path / "out", torch.float32))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+def test_the_average_is_computed_in_fp32_and_rounded_once(tmp_path: Path) -> None:
+    sides = [write_model(tmp_path / str(seed), seed, torch.bfloat16) for seed in (1, 2, 3)]
+    opened = [open_checkpoint(tmp_path / str(seed)) for seed in (1, 2, 3)]
+    convert(actions.average(opened, [2.0, 1.0, 1.0], tmp_path / "mean"))
+    for name, tensor in load_file(tmp_path / "mean" / "model.safetensors").items():
+        a, b, c = (side[name].float() for side in sides)
+        assert torch.equal(tensor, (a * 0.5 + b * 0.25 + c * 0.25).bfloat16())
+
+
+def test_differences_are_sorted_and_named(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "a")
+    write_model(tmp_path / "b")
+    tensors["model.norm.weight"][3] += 0.5
+    tensors["lm_head.weight"][49, 15] = float("nan")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    found = compare(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"), Silent().advance)
+    assert [row.name for row in found.differences[:3] if row.max_abs] == ["lm_head.weight", "model.norm.weight"]
+    assert found.differences[0].max_abs == float("inf")
+    assert found.differences[1].max_abs == pytest.approx(0.5, rel=1e-6)
+    assert found.only_second == ["model.layers.1.mlp.up_proj.weight"]
+    assert not found.is_equal
+
+
+def test_a_listing_says_shapes_sizes_and_cuts(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", dtype=torch.bfloat16)
+    convert(actions.hf_to_megatron(open_checkpoint(tmp_path / "hf"), tmp_path / "m", TargetLayout(2, 2), None))
+    lines = {line.name: line for line in describe(open_checkpoint(tmp_path / "m")).tensors}
+    assert lines["decoder.layers.mlp.linear_fc1.weight"].cut == "8 chunks (2 x 4 x 1)"
+    assert lines["decoder.layers.mlp.linear_fc2.weight"].cut == "4 chunks (2 x 1 x 2)"
+    assert lines["embedding.word_embeddings.weight"].shape == (256, 16)
+    assert describe(open_checkpoint(tmp_path / "hf")).summary[0] == "Hugging Face safetensors; 21 tensors in 1 files"
