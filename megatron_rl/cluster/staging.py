@@ -25,6 +25,8 @@ from typing import IO
 
 import psutil
 
+from megatron_rl.pins import pinned
+
 from .run_dir import RunDir, inode
 from .staged import POLL_S, Report, Request
 
@@ -51,6 +53,7 @@ class Stage:
     """
 
     def __init__(self, run: RunDir, memory: Path = MEMORY) -> None:
+        self._run = run
         name = hashlib.sha256(str(run.path).encode()).hexdigest()[:16]
         self.folder = memory / f"{PREFIX}{name}"
         self.copies = 0
@@ -82,8 +85,8 @@ class Stage:
     def copy(self, request: Request) -> Path:
         """A copy of the version directory, made unless another supervisor of this machine has made it.
 
-        Older versions are removed first: memory need hold only one. An engine that starts meanwhile reads the directory
-        itself.
+        Older versions are removed first, but those that an engine is reading: memory need hold only one. An engine that
+        starts meanwhile reads the directory itself.
 
         Raises:
             StageError: it does not fit, cannot be read, or changed on the way; or there is no room for copies at all.
@@ -127,11 +130,13 @@ class Stage:
             lock.close()
 
     def _replace(self, source: Path, target: Path, stamp: str) -> None:
+        kept = pinned(self._run.path) - {target.name}
         for old in self.folder.iterdir():
-            if old.is_dir():
+            if old.is_dir() and old.name not in kept:
                 shutil.rmtree(old)
         files = [path for path in sorted(source.iterdir()) if path.is_file() and not path.name.startswith(".")]
-        self._require_room(source, sum(path.stat().st_size for path in files))
+        size = sum(path.stat().st_size for path in files)
+        self._require_room(source, size)
         copying = self.folder / f"{_COPYING}{target.name}"
         copying.mkdir()
         try:
@@ -143,6 +148,7 @@ class Stage:
             shutil.rmtree(copying)
             raise
         self.copies += 1
+        log.info("copied %s to %s, %.1f MiB", source, target, size / 2**20)
 
     def _require_room(self, source: Path, needed: int) -> None:
         for what, free in (
@@ -193,7 +199,6 @@ def carry_out_requests(stage: Stage, run: RunDir, report: Report, name: str) -> 
 def _carry_out(stage: Stage, request: Request, report: Report) -> Report:
     try:
         path, error = str(stage.copy(request)), None
-        log.info("%s is in memory, at %s", request.folder, path)
     except StageError as failure:
         path, error = None, str(failure)
         log.warning("%s", failure)

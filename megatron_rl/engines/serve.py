@@ -20,7 +20,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from megatron_rl.config import Config
-from megatron_rl.weights.current import CurrentWeights, current
+from megatron_rl.weights.current import CurrentWeights, to_start_with
 
 from .embedded.options import SPARE_TOKENS, Dtype, EmbeddedOptions
 from .sglang import serve_sglang, sglang_from_config
@@ -95,7 +95,7 @@ def options_from_config(
     """
     dtype = cfg.model.dtype if cfg.engine.dtype == "model" else cfg.engine.dtype
     run_dir = Path(cfg.run_dir).absolute()
-    weights = current(run_dir / "weights", staged) or CurrentWeights(0, cfg.model.path)
+    weights = to_start_with(run_dir, replica, staged) or CurrentWeights(0, cfg.model.path)
     return EmbeddedOptions(
         model=weights.path,
         host=host,

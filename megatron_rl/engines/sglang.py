@@ -22,7 +22,7 @@ import yaml
 
 from megatron_rl.config import Config
 from megatron_rl.files import write_atomic
-from megatron_rl.weights.current import CurrentWeights, current
+from megatron_rl.weights.current import CurrentWeights, to_start_with
 
 from .embedded.options import SPARE_TOKENS
 from .server_process import ServerFailed, ServerProcess, call
@@ -47,7 +47,7 @@ def sglang_from_config(
 ) -> SglangOptions:
     """The options of replica number `replica` of a run: with the weights that the run has published, if it has any."""
     e, run_dir = cfg.engine, Path(cfg.run_dir).absolute()
-    weights = current(run_dir / "weights", staged) or CurrentWeights(0, cfg.model.path)
+    weights = to_start_with(run_dir, replica, staged) or CurrentWeights(0, cfg.model.path)
     longest = e.context_length or cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
     return SglangOptions(
         model=str(Path(weights.path).absolute()),

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_rl.files import write_atomic
+from megatron_rl.pins import pin
 
 FILE_NAME = "current.json"
 
@@ -47,3 +48,13 @@ def current(weights_dir: Path, staged: Path | None = None) -> CurrentWeights | N
         return None
     copy = staged / Path(found.path).name if staged else None
     return replace(found, path=str(copy)) if copy is not None and copy.is_dir() else found
+
+
+def to_start_with(run_dir: Path, replica: int, staged: Path | None = None) -> CurrentWeights | None:
+    """`current`, for the engine with this number, which is about to read it: what it reads is kept until it serves."""
+    while True:
+        found = current(run_dir / "weights", staged)
+        if found is not None:
+            pin(run_dir, replica, Path(found.path).name)
+        if current(run_dir / "weights", staged) == found:
+            return found

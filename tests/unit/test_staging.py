@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.cluster.staged import Report, Request, read_reports, staged_paths
 from megatron_rl.cluster.staging import Stage, StageError, carry_out_requests
 from megatron_rl.config import Config
-from megatron_rl.weights.current import CurrentWeights, announce, current
+from megatron_rl.pins import pin, pinned
+from megatron_rl.weights.current import CurrentWeights, announce, current, to_start_with
 from tests.unit.rollout_rig import config
 
 WEIGHTS = b"weights" * 1000
@@ -187,6 +189,43 @@ def test_an_engine_that_starts_reads_the_copy_where_there_is_one(run: RunDir, tm
         assert current(run.weights, stage.folder) == CurrentWeights(5, str(folder), "sum")
         copy = stage.copy(Request(str(folder), "stamp"))
         assert current(run.weights, stage.folder) == CurrentWeights(5, str(copy), "sum")
+
+
+def test_what_an_engine_has_begun_to_read_is_kept_until_it_has_published_its_address(
+    run: RunDir, tmp_path: Path
+) -> None:
+    assert to_start_with(run.path, 0) is None
+    with Stage(run, memory(tmp_path, "a")) as stage:
+        for number in (5, 6):
+            announce(run.weights, CurrentWeights(number, str(version(run, number))))
+            stage.copy(Request(str(run.weights / f"v{number:06d}"), f"stamp {number}"))
+            if number == 5:
+                assert to_start_with(run.path, 0, stage.folder) == CurrentWeights(5, str(stage.folder / "v000005"))
+        assert pinned(run.path) == {"v000005"}
+        assert sorted(path.name for path in stage.folder.glob("v*")) == ["v000005", "v000006"]
+        stage.copy(Request(str(version(run, 5)), "written again"))
+        assert [path.name for path in stage.folder.glob("v*")] == ["v000005"]
+        run.engine_endpoint(0).write_text(json.dumps({"url": "http://0", "pid": os.getpid() + 1}))  # its forerunner's
+        assert pinned(run.path) == {"v000005"}
+        run.engine_endpoint(0).write_text(json.dumps({"url": "http://0", "pid": os.getpid()}))
+        assert pinned(run.path) == set()
+        stage.copy(Request(str(run.weights / "v000006"), "stamp 6"))
+        assert [path.name for path in stage.folder.glob("v*")] == ["v000006"]
+
+
+def test_an_engine_that_starts_while_new_weights_are_announced_takes_those(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(run.weights, CurrentWeights(1, str(version(run, 1))))
+    newer = CurrentWeights(2, str(version(run, 2)))
+
+    def pin_late(run_dir: Path, replica: int, name: str) -> None:
+        announce(run.weights, newer)
+        pin(run_dir, replica, name)
+
+    monkeypatch.setattr("megatron_rl.weights.current.pin", pin_late)
+    assert to_start_with(run.path, 0) == newer
+    assert pinned(run.path) == {"v000002"}
 
 
 def test_a_new_start_of_the_run_forgets_what_supervisors_have_said(run: RunDir) -> None:
