@@ -1,4 +1,4 @@
-"""An engine whose every token says which sample, which position and which weights it is of: a lost or doubled one shows.
+"""An engine whose every token says which sample, position and weights it is of: a lost or doubled one shows.
 
 As an `Exchange` in memory, with a script of failures, and as a server, also in a process of its own that can be killed:
 `python -m tests.unit.coded_engine PORT`. Holds no tests.

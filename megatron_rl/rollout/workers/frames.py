@@ -78,7 +78,7 @@ def answer(number: int, generations: Sequence[Generation]) -> bytes:
         "log_probs": np.concatenate([g.log_probs for g in generations]),
         "lengths": _lengths([g.tokens for g in generations]),
     }
-    entries = [[g.finish_reason, g.message, g.spans] for g in generations]
+    entries = [[g.finish_reason, g.message, [list(span) for span in g.spans]] for g in generations]
     return frame(arrays, {"number": number, "generations": entries})
 
 

@@ -10,6 +10,7 @@ import asyncio
 import signal
 import socket
 import sys
+import traceback
 from functools import partial
 
 from megatron_rl.rewards.worker import die_with_parent
@@ -60,6 +61,9 @@ async def _answer(
         reply = frames.answer(number, await exchange.generate(url, prompts))
     except EngineError as error:
         reply = frames.failure(number, error)
+    except Exception as error:  # a fault of ours: whoever waits for the answer must hear of it
+        traceback.print_exc()
+        reply = frames.failure(number, EngineError(f"a client worker failed with {error!r}; see its output"))
     writer.write(reply)
     await writer.drain()
 
