@@ -14,6 +14,7 @@ from megatron_rl.cluster.meeting import MeetingError
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.cluster.started import BootstrapError
+from megatron_rl.colocation import Devices, EngineMemory, SharedDevices
 from megatron_rl.config import Config, ConfigError, load_config
 from megatron_rl.data import DataError
 from megatron_rl.files import disk_failure
@@ -98,14 +99,31 @@ def cut_back(run_dir: Path, resume_from: Path | None) -> None:
 
 def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Path | None) -> Session:
     zero = RankZero(dist.distributed_c10d._get_default_store(), rank)
-    policy = Policy.build(cfg)
     controller = ControllerClient(cfg.run_dir, cfg.cluster.start_timeout_s, cfg.cluster.controller_timeout_s)
+    if cfg.cluster.placement == "colocated":
+        engines = _connect(cfg, zero)
+        policy, devices = _take_devices(cfg, zero, engines)
+    else:
+        policy, devices = Policy.build(cfg), Devices()  # engines load their model meanwhile
+        engines = _connect(cfg, zero)
+    return Session(cfg, policy, controller, engines, zero, recorder, resume_from, devices)
+
+
+def _connect(cfg: Config, zero: RankZero) -> EngineControl:
+    """Wait for the engines' addresses."""
     urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
     patience = 0.0 if cfg.engine.urls else cfg.engine.ready_timeout_s  # those have no supervisor of ours
     logs = engine_logs(cfg.run_dir, urls)
     key, deadline = cfg.engine.read_api_key(cfg.run_dir), cfg.engine.update_timeout_s
-    engines = EngineControl(urls, timeout_s=deadline, patience_s=patience, api_key=key, logs=logs)
-    return Session(cfg, policy, controller, engines, zero, recorder, resume_from)
+    return EngineControl(urls, timeout_s=deadline, patience_s=patience, api_key=key, logs=logs)
+
+
+def _take_devices(cfg: Config, zero: RankZero, engines: EngineControl) -> tuple[Policy, Devices]:
+    """The policy finds its memory free: engines, which have measured what there is for them, have given it up."""
+    memory, timeout_s = EngineMemory(engines, RunDir(cfg.run_dir)), cfg.engine.update_timeout_s
+    zero.run("engines give up their memory", memory.release_all, timeout_s + 30)
+    policy = Policy.build(cfg)
+    return policy, SharedDevices(policy.memory, memory, zero, timeout_s, cfg.cluster.stop_timeout_s)
 
 
 def _engine_urls(cfg: Config) -> list[str]:

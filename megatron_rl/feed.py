@@ -6,7 +6,9 @@ model-parallel peers. Supervised batches for the warm-up are read from their fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,8 +21,12 @@ from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_
 from megatron_rl.policy.exchange import broadcast_to_model_parallel
 from megatron_rl.policy.microbatch import Plan, plan_microbatches
 from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_step
-from megatron_rl.rollout.pull import ControllerClient, ControllerError
+from megatron_rl.rollout.pull import ControllerClient, ControllerError, StepStatus
 from megatron_rl.rollout.wire import Gaps, RolloutShard, RolloutTable
+
+T = TypeVar("T")
+REPAIR_PAUSE_S = 10.0
+"""Pause before engines are looked at again that may need weights: what did not help will not help at once."""
 
 
 class RolloutFeed:
@@ -29,44 +35,53 @@ class RolloutFeed:
     def __init__(self, cfg: Config, client: ControllerClient, zero: RankZero) -> None:
         self._cfg, self._client, self._zero = cfg, client, zero
         self._timeout_s = cfg.cluster.controller_timeout_s + 30  # the other ranks are told what rank 0 waited for
+        self._next_repair = 0.0
         self._dp_rank, self._leader = data_parallel_rank(), is_data_parallel_leader()
 
     def start(self, step: int) -> None:
         """The engines hold the weights of `step`: its rollouts may be generated."""
         self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), self._timeout_s)
 
-    def wait(self, step: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> bool:
-        """Until the controller has a whole batch for `step` (True), or `interrupted()` on rank 0 (False).
+    def announce(self, version: int, serving: Sequence[str], excused: Callable[[], bool]) -> None:
+        """These engines hold weights `version`; the others get no requests until the controller has verified them.
 
-        Raises on every rank what the controller reports, unless it is `excused()`: then False as well.
+        Raises on every rank what the controller reports, unless it is `excused()`; so do `wait` and `may_update`.
+        """
+
+        def tell() -> None:
+            self._client.set_weights_version(version, serving, start=False)
+
+        self._zero.run(f"who holds weights {version}", lambda: _unless(excused, tell), self._timeout_s)
+
+    def wait(self, step: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> list[str] | None:
+        """Until the controller has a whole batch for `step`: an empty list.
+
+        Returns early with the engines that need weights, at most every `REPAIR_PAUSE_S`, and with None when
+        `interrupted()` on rank 0.
         """
         timeout = self._cfg.rollout.step_timeout_s
 
-        def poll() -> bool:
-            try:
-                return self._client.wait_ready(step, timeout, interrupted).status == "ready"
-            except ControllerError:
-                if excused():
-                    return False
-                raise
+        def repairable(status: StepStatus) -> bool:
+            return bool(status.needs_weights) and time.monotonic() >= self._next_repair
 
-        return self._zero.run(f"rollouts of step {step}", poll, timeout + self._timeout_s)
+        def poll() -> list[str] | None:
+            status = self._client.wait_ready(step, timeout, interrupted, repairable)
+            if status.status == "ready":
+                return []
+            self._next_repair = time.monotonic() + REPAIR_PAUSE_S
+            return None if interrupted() else status.needs_weights
+
+        return self._zero.run(f"rollouts of step {step}", lambda: _unless(excused, poll), timeout + self._timeout_s)
 
     def may_update(self, version: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> None:
-        """Until the engines may be given weights `version`, or `interrupted()` on rank 0.
-
-        Raises on every rank what the controller reports, unless it is `excused()`.
-        """
+        """Until the engines may be given weights `version`, or `interrupted()` on rank 0."""
         timeout = self._cfg.rollout.step_timeout_s
 
         def poll() -> None:
-            try:
-                self._client.wait_update(version, timeout, interrupted)
-            except ControllerError:
-                if not excused():
-                    raise
+            self._client.wait_update(version, timeout, interrupted)
 
-        self._zero.run(f"engines free for weights {version}", poll, timeout + self._timeout_s)
+        what = f"engines free for weights {version}"
+        self._zero.run(what, lambda: _unless(excused, poll), timeout + self._timeout_s)
 
     def pull(self, step: int) -> tuple[RolloutTable, list[LocalUpdate]]:
         """The step's table, and this rank's share of each update."""
@@ -86,6 +101,16 @@ class RolloutFeed:
     def _share(self, fetch: Callable[[], bytes]) -> bytes:
         """What the leader fetches, on all ranks of its model replica."""
         return broadcast_to_model_parallel(fetch() if self._leader else None)
+
+
+def _unless(excused: Callable[[], bool], call: Callable[[], T]) -> T | None:
+    """What `call` returns; None when the controller fails it and that is `excused()`."""
+    try:
+        return call()
+    except ControllerError:
+        if excused():
+            return None
+        raise
 
 
 def _sequence_batch(blob: bytes) -> SequenceBatch:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from megatron_rl.algorithms.schedules import learning_rate
 from megatron_rl.cluster.rank_zero import RankZero
 from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.colocation import Devices
 from megatron_rl.config import Config, read_hf_config
 from megatron_rl.feed import RolloutFeed, sft_batches
 from megatron_rl.monitor.metrics import PhaseTimer, StepMetrics
@@ -33,13 +34,11 @@ from megatron_rl.policy.policy import Policy, StepResult
 from megatron_rl.policy.sequence_gaps import sequence_gaps
 from megatron_rl.policy.step_batch import LocalUpdate
 from megatron_rl.policy.step_targets import fill_targets
+from megatron_rl.publisher import Publisher
 from megatron_rl.rollout.control import EngineControl
-from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.wire import RolloutTable
 from megatron_rl.step_metrics import batch_metrics, mean_of_updates, resident_gib
-from megatron_rl.weights.current import CurrentWeights, announce
-from megatron_rl.weights.version_dir import prune_versions, version_path, write_version
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -78,11 +77,15 @@ class Session:
         zero: RankZero,
         recorder: Recorder | None,
         resume_from: Path | None,
+        devices: Devices,
     ) -> None:
-        self.cfg, self.policy = cfg, policy
+        self.cfg, self.policy, self._devices = cfg, policy, devices
         self.run, self.hf, self.state = RunDir(cfg.run_dir), read_hf_config(cfg.model.path), Progressed()
         self.rollouts = RolloutFeed(cfg, controller, zero)
-        self._controller, self._engines, self._zero, self._recorder = controller, engines, zero, recorder
+        self._controller, self._zero, self._recorder = controller, zero, recorder
+        self._publisher = Publisher(cfg, policy, zero, engines, self._is_terminated, self._stop_arrives)
+        self.serving: list[str] = []
+        """Engines that hold the weights that were published last."""
         self._resume_from = resume_from
         self._began = time.monotonic()
         self._terminated = False
@@ -115,6 +118,7 @@ class Session:
         """Collects the metrics of one warm-up step and writes them."""
         metrics = StepMetrics()
         metrics.put("sft/step", number)
+        self._devices.to_trainer()
         yield metrics
         if self._recorder:
             self._recorder.sft_step(number, metrics.as_dict())
@@ -188,31 +192,18 @@ class Session:
         return sequence_gaps(updates, len(table), sum_over_data_parallel)
 
     def publish(self, version: int) -> None:
-        """Write the weights as a version directory and have every engine load it.
+        """Give the weights to the engines, and tell the controller which of them hold them; see `Publisher`.
 
         When the run is to end, engines that do not answer are none of its concern any more.
         """
-        folder = version_path(self.run.weights, version)
-        write_version(self.policy.chunks, self.hf, self.cfg.model.path, folder)
-        self._on_zero(
-            f"weights {folder.name} to the engines",
-            lambda: self._give_to_engines(folder, version),
-            self.cfg.engine.update_timeout_s + 30,
-        )
-        if self._zero.is_zero:
-            prune_versions(self.run.weights, self.cfg.engine.keep_versions, in_use=[version])
+        self._devices.to_engines()
+        self._serve(version, self._publisher.publish(version, self._devices.weights_are_loaded))
 
-    def _give_to_engines(self, folder: Path, version: int) -> None:
-        """Announced first: an engine that dies from here on comes back with the new weights."""
-        announce(self.run.weights, CurrentWeights(version, str(folder)))
-        try:
-            checksum = self._engines.update_from_disk(folder, version, self._is_terminated)
-        except EngineError as error:
-            if not self._stop_arrives():
-                raise
-            log.info("the run is ending; %s", error)
-            return
-        announce(self.run.weights, CurrentWeights(version, str(folder), checksum))
+    def _serve(self, version: int, urls: Collection[str]) -> None:
+        """Tell the controller that these engines, and no others, hold the weights. None of them: the run is to end."""
+        self.serving = sorted(urls)
+        if urls:
+            self.rollouts.announce(version, self.serving, self._stop_arrives)
 
     def record(self, metrics: StepMetrics, table: RolloutTable, results: Sequence[StepResult]) -> None:
         """Metrics of the batch and of its updates."""
@@ -263,7 +254,8 @@ class Session:
         # Only what was measured of these very weights may call them the best.
         metric = self.state.latest.get(self.cfg.checkpoint.metric) if self.state.evaluated == step else None
         began = time.monotonic()
-        self.policy.save(self.run.path, step, extra, metric)
+        with self._devices.training_state():
+            self.policy.save(self.run.path, step, extra, metric)
         if self._recorder:
             self._recorder.values(step, {"time/checkpoint": time.monotonic() - began})
 
@@ -273,9 +265,18 @@ class Session:
             raise StopRequested
 
     def wait_for_rollouts(self, step: int) -> None:
-        """Until the batch of `step` is complete. Raises StopRequested when a signal to end comes first."""
-        if not self.rollouts.wait(step, self._is_terminated, self._stop_arrives):
-            raise StopRequested
+        """Until the batch of `step` is complete. Raises StopRequested when a signal to end comes first.
+
+        Engines that came back without the weights are given them meanwhile. Devices that are shared are then the
+        trainer's, as soon as the engines have nothing to do.
+        """
+        while (needy := self.rollouts.wait(step, self._is_terminated, self._stop_arrives)) is None or needy:
+            if needy is None:
+                raise StopRequested
+            self._serve(step, {*self.serving, *self._publisher.repair(needy)})
+        if self._devices.are_shared:
+            self.wait_for_engines(step + 1)
+        self._devices.to_trainer()
 
     def wait_for_engines(self, version: int) -> None:
         """Until the engines may be given weights `version`; a signal to end comes first: then as they are.

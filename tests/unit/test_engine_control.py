@@ -1,39 +1,24 @@
-"""The weight update of all engines, against answers that a real engine cannot be made to give."""
+"""Control calls and weight updates of all engines, against answers that a real engine cannot be made to give."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+from aiohttp import web
 
-from megatron_rl.rollout.control import EngineControl
-from megatron_rl.rollout.protocol import EngineError
-from tests.unit.fake_sglang import FakeEngine
+from megatron_rl.rollout import weight_update
+from megatron_rl.rollout.control import EngineControl, WeightsHeld
+from megatron_rl.rollout.protocol import EngineError, TransportError
+from tests.unit.fake_sglang import FakeEngine, says
 
-
-def update(*engines: FakeEngine, timeout_s: float = 5.0) -> Any:
-    """The exception of an update of `engines` to version 3, or None."""
-
-    async def run() -> Any:
-        async with asyncio.TaskGroup() as _:
-            for engine in engines:
-                await engine.__aenter__()
-            try:
-                logs = {engine.url: Path(f"RUN/logs/engine-{i}.log") for i, engine in enumerate(engines)}
-                control = EngineControl([*logs], timeout_s=timeout_s, logs=logs)
-                await asyncio.to_thread(control.update_from_disk, "/weights/v000003", 3)
-            except EngineError as error:
-                return error
-            finally:
-                for engine in engines:
-                    await engine.__aexit__(None, None, None)
-        return None
-
-    return asyncio.run(run())
-
-
+T = TypeVar("T")
+WEIGHTS = "/weights/v000003"
 STEPS = [
     "/pause_generation",
     "/flush_cache",
@@ -44,96 +29,312 @@ STEPS = [
 ]
 
 
-def test_an_update_takes_its_steps_in_order_on_every_replica():
+def with_engines(engines: list[FakeEngine], action: Callable[[EngineControl], T], **settings: Any) -> T:
+    """What `action` returns, in a thread of its own while the engines listen."""
+
+    async def run() -> T:
+        for engine in engines:
+            await engine.__aenter__()
+        logs = {engine.url: Path(f"RUN/logs/engine-{i}.log") for i, engine in enumerate(engines)}
+        control = EngineControl([*logs], logs=logs, **{"timeout_s": 5.0, **settings})
+        try:
+            return await asyncio.to_thread(action, control)
+        finally:
+            control.close()
+            for engine in engines:
+                await engine.__aexit__(None, None, None)
+
+    return asyncio.run(run())
+
+
+def update(*engines: FakeEngine, **settings: Any) -> WeightsHeld | EngineError:
+    """What an update of `engines` to version 3 comes to."""
+
+    def action(control: EngineControl) -> WeightsHeld | EngineError:
+        try:
+            return control.update_from_disk(WEIGHTS, 3)
+        except EngineError as error:
+            return error
+
+    return with_engines(list(engines), action, **settings)
+
+
+def silent(engine: FakeEngine) -> FakeEngine:
+    """It takes requests and answers none of them."""
+
+    async def hang(_: web.Request) -> web.Response:
+        await engine.closing.wait()
+        return web.Response()
+
+    engine._handle = hang  # type: ignore[method-assign]
+    return engine
+
+
+def held(result: WeightsHeld | EngineError) -> WeightsHeld:
+    assert isinstance(result, WeightsHeld), result
+    return result
+
+
+def checksums(**values: str) -> tuple[int, Any]:
+    return 200, {"success": True, "ranks": [{"checksums": values}]}
+
+
+def test_an_update_takes_its_steps_in_order_on_every_replica() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    assert update(*engines) is None
+    assert held(update(*engines)).urls == [engine.url for engine in engines]
     for engine in engines:
         assert engine.paths() == STEPS
         bodies = dict(engine.requests)
         assert bodies["/pause_generation"] == {"mode": "retract"}
         assert bodies["/update_weights_from_disk"] == {
-            "model_path": "/weights/v000003",
+            "model_path": WEIGHTS,
             "flush_cache": True,
             "abort_all_requests": False,
             "weight_version": "3",
         }
 
 
+def test_a_replica_reads_a_copy_of_its_own_where_there_is_one() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    with_engines(engines, lambda c: c.update_from_disk(WEIGHTS, 3, paths={c.urls[1]: "/dev/shm/v000003"}))
+    folders = [dict(engine.requests)["/update_weights_from_disk"]["model_path"] for engine in engines]
+    assert folders == [WEIGHTS, "/dev/shm/v000003"]
+
+
 @pytest.mark.parametrize("step", STEPS)
-def test_a_failing_step_is_named_with_its_engine_and_what_follows_is_not_done(step, monkeypatch):
-    monkeypatch.setattr("megatron_rl.rollout.control.FLUSH_ATTEMPTS", 2)
+def test_a_failing_step_costs_its_replica_and_no_other(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_update, "FLUSH_ATTEMPTS", 2)
     good, bad = FakeEngine(), FakeEngine(control={step: (400, {"success": False, "message": "no such directory"})})
-    error = update(good, bad)
-    assert f"step {step.removeprefix('/')} failed" in str(error)
-    assert "no such directory" in str(error)
-    assert bad.url in str(error)
-    assert good.url not in str(error)
-    after = STEPS[STEPS.index(step) + 1 :]
-    assert not set(after) & set(good.paths())
+    result = held(update(good, bad))
+    assert result.urls == [good.url]
+    assert good.paths() == STEPS or step == "/flush_cache"
+    message = str(result.failed[bad.url])
+    assert f"step {step.removeprefix('/')} failed" in message
+    assert "no such directory" in message
+    assert bad.url in message
+    assert not set(STEPS[STEPS.index(step) + 1 :]) & set(bad.paths())
 
 
-def test_an_update_that_is_refused_with_status_200_is_a_failure_too():
+def test_an_update_that_is_refused_with_status_200_is_a_failure_too() -> None:
     error = update(FakeEngine(control={"/update_weights_from_disk": (200, {"success": False, "message": "bad shape"})}))
+    assert "no engine holds the weights of version 3" in str(error)
     assert "bad shape" in str(error)
 
 
-def test_replicas_that_hold_different_bytes_are_not_continued():
-    ranks = [{"checksums": {"w": "1", "v": "other"}}]
-    good, bad = FakeEngine(), FakeEngine(control={"/weights_checker": (200, {"success": True, "ranks": ranks})})
+def test_the_replica_whose_bytes_differ_from_the_others_is_left_out_and_loses_the_label() -> None:
+    engines = [FakeEngine(), FakeEngine(control={"/weights_checker": checksums(w="1", v="other")}), FakeEngine()]
+    result = held(update(*engines))
+    assert result.urls == [engines[0].url, engines[2].url]
+    assert "differ in 1 parameters of rank 0, first v" in str(result.failed[engines[1].url])
+    assert "/continue_generation" not in engines[1].paths()
+    assert engines[1].requests[-1] == (
+        "/update_weight_version",
+        {"new_version": "-1", "abort_all_requests": False},
+    )
+
+
+def test_of_two_replicas_with_different_bytes_neither_is_believed() -> None:
+    good, bad = FakeEngine(), FakeEngine(control={"/weights_checker": checksums(w="1", v="other")})
     error = update(good, bad)
-    assert "differ in 1 parameters of rank 0, first v" in str(error)
-    assert "/continue_generation" not in good.paths()
+    assert isinstance(error, EngineError)
+    assert "do both read the same directory?" in str(error)
+    assert "/continue_generation" not in good.paths() + bad.paths()
 
 
-def test_an_engine_that_reports_another_version_afterwards_is_a_failure():
+def test_replicas_of_another_size_are_not_compared() -> None:
+    wide = {"success": True, "ranks": [{"checksums": {"w": "left"}}, {"checksums": {"w": "right"}}]}
+    engines = [FakeEngine(), FakeEngine(control={"/weights_checker": (200, wide)})]
+    assert held(update(*engines)).urls == [engine.url for engine in engines]
+
+
+def test_an_answer_without_checksums_is_a_failure() -> None:
+    assert "has no ranks[].checksums" in str(update(FakeEngine(control={"/weights_checker": (200, {"success": True})})))
+
+
+def test_an_engine_that_reports_another_version_afterwards_is_a_failure() -> None:
     error = update(FakeEngine(control={"/model_info": (200, {"weight_version": "2"})}))
     assert "reports weight_version '2' after the update to 3" in str(error)
 
 
-def test_an_engine_that_does_not_answer_is_named_at_the_deadline():
-    good, dead = FakeEngine(), FakeEngine()
-
-    async def hang(request: Any) -> Any:
-        await dead.closing.wait()
-
-    dead._handle = hang  # type: ignore[method-assign]
-    error = update(good, dead, timeout_s=0.3)
-    assert "step pause_generation: not finished within 0.3 s" in str(error)
-    assert "look at RUN/logs/engine-1.log;" in str(error)
-    assert dead.url in str(error)
-    assert good.url not in str(error)
+def test_an_engine_that_does_not_answer_costs_the_others_no_more_than_the_deadline_of_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_update, "CONTROL_TIMEOUT_S", 0.3)
+    good, dead = FakeEngine(), silent(FakeEngine())
+    result = held(update(good, dead, timeout_s=60.0))
+    assert result.urls == [good.url]
+    message = str(result.failed[dead.url])
+    assert "no answer to /pause_generation within 0.3 s; look at RUN/logs/engine-1.log" in message
 
 
-def test_an_engine_that_is_gone_is_named():
+def test_an_engine_that_is_gone_is_named() -> None:
     async def gone() -> str:
         async with FakeEngine() as engine:
             return engine.url
 
     url = asyncio.run(gone())
-    with pytest.raises(EngineError, match=f"engine {url}: .*; is it running"):
+    with pytest.raises(TransportError, match=f"engine {url}: .*; is it running"):
         EngineControl([url]).update_from_disk("/weights", 1)
 
 
-def test_an_update_begins_again_with_all_replicas_when_one_was_away():
-    async def run() -> tuple[list[str], list[str], str | None]:
-        engine, other = FakeEngine(control={"/flush_cache": (503, {})}), FakeEngine()
-        async with engine, other:
-            control = EngineControl([engine.url, other.url], patience_s=60.0)
-            update = asyncio.create_task(asyncio.to_thread(control.update_from_disk, "/weights/v000003", 3))
-            while "/ready" not in engine.paths():  # it has noticed
-                await asyncio.sleep(0.01)
-            engine.recover()
-            await update
-            return engine.paths(), other.paths(), engine.loaded
+def test_an_update_that_reached_nobody_waits_for_an_engine_to_come_back() -> None:
+    engine = FakeEngine(control={"/flush_cache": (503, {})})
 
-    paths, others, loaded = asyncio.run(run())
-    assert loaded == "3"
-    assert paths[:2] == others[:2] == STEPS[:2]
-    assert paths[-len(STEPS) :] == others[-len(STEPS) :] == STEPS
+    async def come_back() -> None:
+        while "/ready" not in engine.paths():  # the update has noticed
+            await asyncio.sleep(0.01)
+        engine.recover()
+
+    async def run() -> WeightsHeld:
+        async with engine:
+            control = EngineControl([engine.url], patience_s=60.0)
+            update = asyncio.create_task(asyncio.to_thread(control.update_from_disk, WEIGHTS, 3))
+            await come_back()
+            return await update
+
+    assert asyncio.run(run()).urls == [engine.url]
+    assert engine.loaded == "3"
+    assert engine.paths()[-len(STEPS) :] == STEPS
 
 
 def test_an_update_that_waits_for_an_engine_is_given_up_when_the_run_is_to_end() -> None:
-    asked = iter([False, True])
-    control = EngineControl(["http://127.0.0.1:9"], timeout_s=600.0, patience_s=600.0)
-    with pytest.raises(EngineError, match=r"weight update to version 3 .* failed: interrupted"):
-        control.update_from_disk("/weights/v000003", 3, lambda: next(asked))
+    async def run() -> None:
+        async with silent(FakeEngine()) as engine:
+            control = EngineControl([engine.url], timeout_s=600.0, patience_s=600.0)
+            asked = iter([False, True])
+            with pytest.raises(EngineError, match="interrupted: the run is to end"):
+                await asyncio.to_thread(control.update_from_disk, WEIGHTS, 3, lambda: next(asked))
+
+    asyncio.run(run())
+
+
+def test_calls_to_all_name_every_engine_that_failed() -> None:
+    engines = [FakeEngine(control={"/pause_generation": (500, "x")}) for _ in range(2)]
+
+    def action(control: EngineControl) -> str:
+        with pytest.raises(EngineError) as caught:
+            control.pause("in_place")
+        return str(caught.value)
+
+    message = with_engines(engines, action)
+    assert "pause (in_place) failed" in message
+    assert all(engine.url in message for engine in engines)
+
+
+def test_each_replica_takes_its_own_steps_until_one_fails() -> None:
+    engines = [FakeEngine(), FakeEngine(control={"/pause_generation": (400, {"message": "no"})}), FakeEngine()]
+
+    def action(control: EngineControl) -> dict[str, EngineError | None]:
+        both: list[tuple[str, dict[str, Any]]] = [
+            ("/pause_generation", {"mode": "abort"}),
+            ("/continue_generation", {}),
+        ]
+        return control.each("a rest", {control.urls[0]: both, control.urls[1]: both, control.urls[2]: both[1:]})
+
+    results = with_engines(engines, action)
+    assert [engine.paths() for engine in engines] == [
+        ["/pause_generation", "/continue_generation"],
+        ["/pause_generation"],
+        ["/continue_generation"],
+    ]
+    assert results[engines[0].url] is results[engines[2].url] is None
+    assert "a rest: step pause_generation failed" in str(results[engines[1].url])
+
+
+def test_waiting_for_engines_ends_when_all_are_ready() -> None:
+    engine = FakeEngine(control={"/ready": (503, {})})
+
+    def action(control: EngineControl) -> None:
+        with pytest.raises(EngineError, match=r"waiting 0\.3 s for engines failed: .*HTTP 503"):
+            control.wait_ready()
+        engine.recover()
+        control.wait_ready()
+
+    with_engines([engine], action, timeout_s=0.3)
+
+
+# --------------------------------------------------------------------------------------------------------- the session
+
+
+def session_with(engine: FakeEngine) -> weight_update.WeightUpdate:
+    def action(control: EngineControl) -> weight_update.WeightUpdate:
+        update = control.begin_update(7)
+        update.pause("in_place")
+        update.begin()
+        update.end()
+        return update
+
+    return with_engines([engine], action)
+
+
+def test_a_session_is_opened_and_closed_around_tensors_and_names_the_version_before_its_end() -> None:
+    engine = FakeEngine()
+    assert session_with(engine).left == [engine.url]
+    assert engine.requests == [
+        ("/pause_generation", {"mode": "in_place"}),  # no flush: requests keep their cache
+        ("/begin_weight_update", {"selector": "all"}),
+        ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}),
+        ("/end_weight_update", {}),
+    ]
+
+
+def test_a_session_that_somebody_left_open_is_closed_first() -> None:
+    class Open(FakeEngine):
+        def _succeed(self, path: str, body: Any) -> Any:
+            if path == "/begin_weight_update" and "/end_weight_update" not in self.paths():
+                return {"success": False, "message": "a weight-update session is already open; call end first"}
+            return super()._succeed(path, body)
+
+    engine = Open()
+    assert session_with(engine).left == [engine.url]
+    assert engine.paths()[1:4] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the probe
+
+
+def probed(*answers: Any, expected: list[float] | None = None, tolerance: float = 0.05) -> dict[str, str]:
+    """Which of the engines with these log-probs (after the first token) fail, as their number -> message."""
+    engines = []
+    for log_probs in answers:
+        entries = [[None, 5, None], *([value, 6, None] for value in log_probs)]
+        engines.append(FakeEngine(says(200, {"meta_info": {"input_token_logprobs": entries}})))
+
+    def action(control: EngineControl) -> dict[str, str]:
+        update = control.begin_update(1)
+        update.probe([5, 6, 6], None if expected is None else np.array(expected, np.float32), tolerance)
+        assert set(update.left) == set(control.urls) - set(update.failed)
+        return {str(control.urls.index(url)): str(error) for url, error in update.failed.items()}
+
+    return with_engines(engines, action)
+
+
+def test_log_probs_near_those_of_the_trainer_are_good() -> None:
+    assert probed([-1.0, -2.04], [-0.96, -2.0], expected=[-1.0, -2.0]) == {}
+
+
+def test_log_probs_far_from_those_of_the_trainer_name_token_values_and_key() -> None:
+    found = probed([-1.0, -2.0], [-1.0, -2.1], expected=[-1.0, -2.0])
+    assert found.keys() == {"1"}
+    assert "token 2 of the probe is -2.1, the trainer's is -2, further than engine.probe_tolerance=0.05" in found["1"]
+
+
+def test_without_a_trainer_the_median_decides() -> None:
+    found = probed([-1.0, -2.0], [-1.0, -2.0], [-3.0, -2.0])
+    assert found.keys() == {"2"}
+    assert "the median of all engines" in found["2"]
+
+
+@pytest.mark.parametrize("log_probs", [[None, -2.0], [-1.0], [-1.0, -2.0, -3.0], [float("nan"), -1.0]])
+def test_an_answer_without_a_number_for_each_token_is_a_failure(log_probs: Any) -> None:
+    assert probed(log_probs, expected=[-1.0, -2.0]).keys() == {"0"}
+
+
+def test_the_deadline_of_an_update_runs_from_its_beginning() -> None:
+    def action(control: EngineControl) -> list[str]:
+        update = control.begin_update(1)
+        time.sleep(0.2)
+        update.resume()
+        return update.left
+
+    assert with_engines([FakeEngine()], action, timeout_s=0.1) == []
