@@ -123,11 +123,22 @@ class Controller:
             return {"status": "stopped", "progress": {}, "message": f"step {step} was trained on already"}
         if step > progress.step and progress.status not in ("failed", "stopped"):
             return {"status": "waiting", "progress": {}, "message": f"the controller is at step {progress.step}"}
-        return {"status": progress.status, "progress": self.scheduler.counts(), "message": progress.message}
+        return {
+            "status": progress.status,
+            "progress": self.scheduler.counts(),
+            "message": progress.message,
+            "needs_weights": self._client.replicas.needs_weights,
+        }
 
     def update_status(self, version: int) -> dict[str, Any]:
-        """Answer of GET /v1/update/{version}. Raises StepConflict while the batch before it is not there."""
+        """Answer of GET /v1/update/{version}. Raises StepConflict while the batch before it is not there.
+
+        Where no engine serves any more but some would with new weights, there is nothing that the update would disturb.
+        """
         status, message = self.scheduler.update_status(version)
+        replicas = self._client.replicas
+        if status == "waiting" and replicas.needs_weights and not replicas.serving:
+            status = "ready"
         return {"status": status, "message": message}
 
     def table(self, step: int) -> RolloutTable:
