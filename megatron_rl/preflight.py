@@ -11,12 +11,13 @@ from pathlib import Path
 
 from megatron_rl.audit import cursor_of, saved_books
 from megatron_rl.config import Config, ConfigError, HfConfig, check, read_hf_config
-from megatron_rl.data import DataError, PromptDataset, check_targets
+from megatron_rl.data import DataError, PromptDataset, TurnFrame, check_targets
 from megatron_rl.engines.sglang_install import SglangError, find_python, require_tested
 from megatron_rl.policy import checkpoint
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.registry import RewardError, load_verifier
 from megatron_rl.rollout.controller import Prompts
+from megatron_rl.rollout.environment import load_environment, role_of
 
 INPUT_ERRORS = (DataError, RewardError)
 """What a wrong input raises, beside `ConfigError`; each message is complete."""
@@ -31,13 +32,13 @@ class Inputs:
 
 
 def check_inputs(cfg: Config) -> Inputs:
-    """Read every prompt, tokenise it and measure it; load every verifier, and try a loss of one's own.
+    """Read every prompt, tokenise it and measure it; load verifiers and environment, and try a loss of one's own.
 
     Raises:
         ConfigError: a value that cannot run, with all others found; a package or the SGLang that it needs is not
-            installed; a function named by algorithm.loss that is no loss.
+            installed; a function named by algorithm.loss that is no loss; a class that is no environment.
         DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, a supervised example longer
-            than the model's context or a micro-batch, no chat template.
+            than the model's context or a micro-batch, no chat template, or one that cannot hold an environment's text.
         RewardError: an unknown verifier, or one that cannot be called as the configuration says.
     """
     hf = check(cfg)
@@ -60,6 +61,9 @@ def check_inputs(cfg: Config) -> Inputs:
     RewardPool(cfg.reward)  # refuses verifiers that need processes of their own when there are none
     for component in cfg.reward.components:
         load_verifier(component.name, component.args)
+    if cfg.rollout.environment is not None:
+        environment = load_environment(cfg.rollout.environment, cfg.rollout.environment_args)
+        TurnFrame(prompts.tokenizer, role_of(environment))
     if ":" in cfg.algorithm.loss:
         _try_loss(cfg)
     return Inputs(hf, prompts)

@@ -36,6 +36,7 @@ def check(cfg: Config) -> HfConfig:
         _advantages(cfg),
         _loss(cfg),
         _watched(cfg),
+        _environment(cfg),
         _off_policy(cfg),
         _weight_transport(cfg),
     )
@@ -201,6 +202,14 @@ def _watched(cfg: Config) -> Iterator[str]:
     checkpoint = cfg.checkpoint
     if checkpoint.keep_best and checkpoint.metric not in [f"eval/{m}" for m in measured]:
         yield f"checkpoint.metric={checkpoint.metric!r} is not measured; eval/ and {hint}"
+
+
+def _environment(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.environment is None and any(c.name == "environment" for c in cfg.reward.components):
+        yield (
+            "reward.components: environment is what an environment gives for its turns; set "
+            "rollout.environment=module:Class, or leave this component out"
+        )
 
 
 def _off_policy(cfg: Config) -> Iterator[str]:

@@ -72,8 +72,10 @@ class RolloutConfig(Section):
     """Keyword arguments of that class."""
     environment_timeout_s: Seconds = 30.0
     """Deadline of one call to the environment."""
+    environment_workers: int = Field(2, ge=1, le=64)
+    """Processes in which environments run; each serves one call at a time."""
     max_turns: int = Field(8, ge=1)
-    """Turns of the model in one response."""
+    """Turns of the model in one response, with an environment."""
     max_turn_tokens: int | None = Field(None, ge=1)
     """Longest turn; null = as long as the response may be."""
 

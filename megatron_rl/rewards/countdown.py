@@ -44,6 +44,21 @@ def countdown(response: str, record: PromptRecord) -> float:
     return float(text is not None and _reaches(text, numbers, target))
 
 
+def value_of(text: str) -> Fraction | None:
+    """What an expression of whole numbers, `+ - * /` and round brackets gives, exactly; None for any other text.
+
+    >>> value_of("(3 + 4) / 2"), value_of("2 ** 9"), value_of("1 / 0")
+    (Fraction(7, 2), None, None)
+    """
+    tree = _parse(text)
+    if tree is None or not _collect(tree, []):
+        return None
+    try:
+        return _value(tree)
+    except ZeroDivisionError:
+        return None
+
+
 def _is_exact_format(response: str) -> bool:
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     if any(response.count(tag) != 1 for tag in tags):

@@ -55,7 +55,7 @@ def _call(function: Verifier, response: str, record: PromptRecord, args: Mapping
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a verifier that calls sys.exit must not end the run
-        return math.nan, f"raised {_last_line(error)}"
+        return math.nan, f"raised {last_line(error)}"
     if not math.isfinite(number):
         return math.nan, f"returned {number}"
     if abs(number) > LARGEST:
@@ -63,7 +63,7 @@ def _call(function: Verifier, response: str, record: PromptRecord, args: Mapping
     return number, None
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """The last line of the traceback, with the place where it was raised."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     frames = traceback.extract_tb(error.__traceback__)

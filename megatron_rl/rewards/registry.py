@@ -36,6 +36,7 @@ class BuiltIn:
 BUILT_IN = {
     "countdown": BuiltIn("megatron_rl.rewards.countdown:countdown", inline_safe=True),
     "countdown_format": BuiltIn("megatron_rl.rewards.countdown:countdown_format", inline_safe=True, needs_answer=False),
+    "environment": BuiltIn("megatron_rl.rewards.from_environment:environment", inline_safe=True, needs_answer=False),
     "exact": BuiltIn("megatron_rl.rewards.exact:exact", inline_safe=True),
     "math": BuiltIn("megatron_rl.rewards.boxed_math:math", inline_safe=False),
     "sorting": BuiltIn("megatron_rl.rewards.sorting:sorting", inline_safe=True),

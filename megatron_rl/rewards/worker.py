@@ -32,7 +32,7 @@ def main() -> int:
     # Slurm sends it to every process of a step; the pool ends its workers itself, with KILL.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers = _take_stdout()
+    answers = take_stdout()
     return serve(sys.stdin.buffer, answers)
 
 
@@ -72,7 +72,7 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def _take_stdout() -> BinaryIO:
+def take_stdout() -> BinaryIO:
     """The pipe to the parent; whatever a verifier prints goes to standard error from now on."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

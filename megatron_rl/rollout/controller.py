@@ -59,6 +59,7 @@ from .sample import Sample
 from .scheduler import Scheduler
 from .scoring import Verifiers
 from .server import build_app
+from .turns import TurnTaker, open_turns, turn_metrics
 from .wire import Gaps, RolloutTable, decode, encode, pack_groups, require_gaps, unpack_groups
 
 log = logging.getLogger(__name__)
@@ -89,14 +90,21 @@ class Prompts:
 class Controller:
     """Holds the loops and answers the server; every method returns at once or awaits disk only."""
 
-    def __init__(self, cfg: Config, prompts: Prompts, client: EngineClient, verifiers: Verifiers) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        prompts: Prompts,
+        client: EngineClient,
+        verifiers: Verifiers,
+        turns: TurnTaker | None = None,
+    ) -> None:
         self._cfg, self._prompts, self._client = cfg, prompts, client
         cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
         pace = Pace.of(cfg)
         pool = GroupPool(cursor, pace.capacity, drops_uninformative=pace.refill)
-        maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers)
+        maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers, turns)
         self.scheduler = Scheduler(cfg, pool, maker)
-        self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers)
+        self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers, turns)
         self._ledger = Ledger(cfg.run_dir)
         self._tables: dict[int, RolloutTable] = {}
 
@@ -146,8 +154,10 @@ class Controller:
         groups = self.scheduler.batch(step)
         if step not in self._tables:
             sources = [self._record(group.id).source for group in groups]
-            retries = {"system/retries": float(self._client.transport_errors)}
-            self._tables = {step: RolloutTable.of(groups, sources, self.scheduler.metrics() | retries)}
+            metrics = self.scheduler.metrics() | {"system/retries": float(self._client.transport_errors)}
+            if self._cfg.rollout.environment is not None:
+                metrics |= turn_metrics([sample for group in groups for sample in group.samples])
+            self._tables = {step: RolloutTable.of(groups, sources, metrics)}
             self._client.transport_errors = 0
         return self._tables[step]
 
@@ -232,8 +242,12 @@ async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
         urls = cfg.engine.urls or await _urls_of_own_engines(cfg, shutdown)
     except _ShutDown:
         return
-    async with connect_run(cfg, urls) as client, RewardPool(cfg.reward) as verifiers:
-        controller = Controller(cfg, prompts, client, verifiers)
+    async with (
+        connect_run(cfg, urls) as client,
+        RewardPool(cfg.reward) as verifiers,
+        open_turns(client, prompts.tokenizer, cfg.rollout) as turns,
+    ):
+        controller = Controller(cfg, prompts, client, verifiers, turns)
         log.info("%d prompts, %d rejected as too long; engines %s", len(prompts.train), prompts.rejected, urls)
         await _serve_http(cfg, controller, host, shutdown)
 

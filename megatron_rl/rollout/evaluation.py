@@ -23,6 +23,7 @@ from .generate import Examiner
 from .protocol import SamplingSettings
 from .sample import Group
 from .scoring import Verifiers
+from .turns import TurnTaker
 
 log = logging.getLogger(__name__)
 SEQUENCES_PER_REQUEST = 16
@@ -62,9 +63,10 @@ class Evaluator:
         tokenizer: PromptTokenizer,
         engines: Engines,
         verifiers: Verifiers,
+        turns: TurnTaker | None = None,
     ) -> None:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
-        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed)
+        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed, turns)
         self._queue: asyncio.Queue[EvalJob] = asyncio.Queue()
         self.jobs: dict[str, EvalJob] = {}
 
@@ -100,7 +102,7 @@ class Evaluator:
     async def _evaluate(self, request: EvalRequest) -> dict[str, float]:
         assert self._dataset is not None
         count = min(request.prompts, len(self._dataset))
-        groups = [self._start(i, request) for i in range(count)]
+        groups = await asyncio.gather(*(self._start(i, request) for i in range(count)))
         per_request = max(1, SEQUENCES_PER_REQUEST // request.samples_per_prompt)
         async with asyncio.TaskGroup() as tasks:
             for begin in range(0, count, per_request):
@@ -111,12 +113,12 @@ class Evaluator:
             await asyncio.to_thread(write_dump, path, request.step, groups, records, self._tokenizer, ())
         return summarise(groups, self._cfg.eval.ks, self._cfg.seed)
 
-    def _start(self, index: int, request: EvalRequest) -> Group:
+    async def _start(self, index: int, request: EvalRequest) -> Group:
         """Ids and seeds depend on the prompt's position only: every evaluation asks the same questions the same way."""
         assert self._dataset is not None
         record, temperature = self._dataset[index], self._temperature(request)
         size = request.samples_per_prompt
-        return self._examiner.start(index, record, size, version=request.step, temperature=temperature, kind="e")
+        return await self._examiner.start(index, record, size, version=request.step, temperature=temperature, kind="e")
 
     def _temperature(self, request: EvalRequest) -> float:
         return self._cfg.eval.temperature if request.temperature is None else request.temperature

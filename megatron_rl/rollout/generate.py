@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -14,19 +14,33 @@ from .client import Engines
 from .protocol import SamplingSettings
 from .sample import Group, group_name
 from .scoring import Verifiers, judge, shape
+from .turns import TurnTaker
 
 
 class Examiner:
-    """Asks the engines for answers to a record and has them judged; for training and evaluation alike."""
+    """Asks the engines for answers to a record and has them judged; for training and evaluation alike.
 
-    def __init__(self, tokenizer: PromptTokenizer, engines: Engines, verifiers: Verifiers, run_seed: int) -> None:
+    With `turns`, an answer is a conversation with an environment.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        engines: Engines,
+        verifiers: Verifiers,
+        run_seed: int,
+        turns: TurnTaker | None = None,
+    ) -> None:
         self._tokenizer, self._engines, self._verifiers, self._run_seed = tokenizer, engines, verifiers, run_seed
+        self._turns = turns
         self.stop_token_ids = tuple(tokenizer.eos_token_ids)
 
-    def start(
+    async def start(
         self, group_id: int, record: PromptRecord, size: int, *, version: int, temperature: float, kind: str = "s"
     ) -> Group:
         """`size` samples without a token yet; `kind` as for `Group.start`."""
+        if self._turns is not None:
+            record = await self._turns.opened(record)
         return Group.start(
             group_id,
             record.id,
@@ -39,13 +53,21 @@ class Examiner:
         )
 
     async def answer(
-        self, groups: Sequence[Group], records: Sequence[PromptRecord], settings: SamplingSettings
+        self,
+        groups: Sequence[Group],
+        records: Sequence[PromptRecord],
+        settings: SamplingSettings,
+        suspended: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Generate what the samples of `groups` lack, then judge the groups that are finished.
 
-        Raises EngineError; a group that was suspended is left unfinished.
+        `suspended` says of a group's id whether another request may be sent for it. Raises EngineError; a group that
+        was suspended is left unfinished.
         """
-        await self._engines.generate([s for g in groups for s in g.samples], settings)
+        if self._turns is None:
+            await self._engines.generate([s for g in groups for s in g.samples], settings)
+        else:
+            await self._turns.play(groups, records, settings, suspended)
         pairs = [pair for pair in zip(groups, records, strict=True) if not pair[0].unfinished]
         await asyncio.gather(*(judge(group, record, self._tokenizer, self._verifiers) for group, record in pairs))
 
@@ -60,9 +82,10 @@ class GroupMaker:
         tokenizer: PromptTokenizer,
         engines: Engines,
         verifiers: Verifiers,
+        turns: TurnTaker | None = None,
     ) -> None:
         self._cfg, self._dataset, self._engines = cfg, dataset, engines
-        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed)
+        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed, turns)
         self._suspended: set[int] = set()
         self.in_flight: dict[int, Group] = {}
         """Groups that are being made, by id. Their samples grow by whole segments."""
@@ -81,13 +104,13 @@ class GroupMaker:
         Returns it with unfinished samples, neither judged nor shaped, if it was suspended. Raises EngineError.
         """
         record, rollout = self._dataset[record_index], self._cfg.rollout
-        group = partial or self._examiner.start(
+        group = partial or await self._examiner.start(
             group_id, record, rollout.group_size, version=version, temperature=rollout.temperature
         )
         self.in_flight[group_id] = group
         try:
             if not (group.unfinished and self.suspended(group_id)):
-                await self._examiner.answer([group], [record], self._settings)
+                await self._examiner.answer([group], [record], self._settings, self.suspended)
             if not group.unfinished:
                 shape(group, self._cfg)
             return group

@@ -22,6 +22,9 @@ Mask = NDArray[np.bool_]
 
 GROUP_DIGITS, SAMPLE_DIGITS, ATTEMPT_DIGITS = 9, 3, 4
 
+ENVIRONMENT_FAILED = "environment"
+"""finish_reason of a sample whose environment failed: nothing can be said of it."""
+
 
 class Span(NamedTuple):
     """Response tokens [start, end) were sampled by weights `version`."""
@@ -149,7 +152,7 @@ class Sample:
             self.spans.append(span)
 
     def finish(self, reason: str) -> None:
-        """No token follows. `reason` is the engine's: stop, length or abort."""
+        """No token follows. `reason` is the engine's (stop, length or abort), or ENVIRONMENT_FAILED."""
         self.finish_reason = reason
 
     def discard(self) -> None:

@@ -6,6 +6,7 @@ Evaluation uses `judge` alone: shaping and filters are for training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -13,8 +14,9 @@ import numpy as np
 from megatron_rl.algorithms.shaping import overlong_filtered, overlong_penalty
 from megatron_rl.config import Config
 from megatron_rl.data import PromptRecord
+from megatron_rl.rewards.from_environment import ENVIRONMENT_REWARD
 
-from .sample import Group
+from .sample import ENVIRONMENT_FAILED, Group, Sample
 
 
 class Decoder(Protocol):
@@ -45,12 +47,23 @@ class Verifiers(Protocol):
 
 
 async def judge(group: Group, record: PromptRecord, decoder: Decoder, verifiers: Verifiers) -> None:
-    """Decode every response and set what the verifiers say of it. Raises what the verifiers raise."""
+    """Decode every response and set what the verifiers say of it. Raises what the verifiers raise.
+
+    A sample whose environment failed keeps NaN: what stands in it is no whole answer.
+    """
     for sample in group.samples:
         sample.text = decoder.decode(sample.response_tokens.tolist())
-    results = await verifiers.score([(record, sample.text) for sample in group.samples])
-    for sample, result in zip(group.samples, results, strict=True):
+    judged = [sample for sample in group.samples if sample.finish_reason != ENVIRONMENT_FAILED]
+    results = await verifiers.score([(_seen_by_verifiers(record, sample), sample.text) for sample in judged])
+    for sample, result in zip(judged, results, strict=True):
         sample.score(result.total, result.correctness, result.components)
+
+
+def _seen_by_verifiers(record: PromptRecord, sample: Sample) -> PromptRecord:
+    """With what an environment gave, for the component `environment`."""
+    if sample.environment_reward is None:
+        return record
+    return replace(record, extra={**record.extra, ENVIRONMENT_REWARD: sample.environment_reward})
 
 
 def shape(group: Group, cfg: Config) -> None:

@@ -57,7 +57,7 @@ def test_a_value_outside_its_range_is_a_failure_rounding_is_not():
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_verifier_loads_and_runs(name):
-    record = PromptRecord("p", RECORD.messages, answer="12", extra={"numbers": [12]})
+    record = PromptRecord("p", RECORD.messages, answer="12", extra={"numbers": [12], "environment_reward": 0.5})
     outcome = Evaluator([(name, {})])("\\boxed{12}", record)
     assert outcome.errors == {}
     assert 0.0 <= outcome.values[0] <= 1.0
