@@ -65,10 +65,15 @@ class HfConfig:
         return {name: getattr(self, name) for name in _SHAPE}
 
     @property
+    def qkv_rows(self) -> int:
+        """Features of queries, keys and values together."""
+        return self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the dense decoder (norm weights and biases of q, k, v included)."""
-        qkv = self.hidden_size * self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
-        bias = self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups) if self.qkv_bias else 0
+        qkv = self.hidden_size * self.qkv_rows
+        bias = self.qkv_rows if self.qkv_bias else 0
         out = self.num_attention_heads * self.head_dim * self.hidden_size
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         layer = qkv + bias + out + 3 * self.hidden_size * self.ffn_hidden_size + norms

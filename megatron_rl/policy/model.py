@@ -139,6 +139,7 @@ def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
     for name, count in (
         ("num_attention_heads", hf.num_attention_heads),
         ("num_key_value_heads", hf.num_query_groups),
+        ("(num_attention_heads + 2 num_key_value_heads) * head_dim", hf.qkv_rows),
         ("intermediate_size", hf.ffn_hidden_size),
     ):
         # With more ranks than query groups several ranks share one, and each holds a part of its rows.

@@ -47,10 +47,14 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 
 def rank_counts(model: dict[str, Any]) -> list[int]:
     heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
+    rows = (heads + 2 * groups) * model["head_dim"]
     return [
         tp
         for tp in range(1, 9)
-        if heads % tp == 0 and model["intermediate_size"] % tp == 0 and (groups % tp == 0 or tp % groups == 0)
+        if heads % tp == 0
+        and rows % tp == 0
+        and model["intermediate_size"] % tp == 0
+        and (groups % tp == 0 or tp % groups == 0)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,9 @@ def test_more_ranks_than_query_groups_must_share_them_evenly(tmp_path: Path) -> 
         transformer_config(hf, ModelConfig(path="x"), ParallelConfig(tensor_model_parallel_size=ranks))
     with pytest.raises(ModelError, match="num_key_value_heads=4"):
         transformer_config(hf, ModelConfig(path="x"), ParallelConfig(tensor_model_parallel_size=6))
+    hf = replace(hf, num_attention_heads=3, num_query_groups=1, head_dim=2)
+    with pytest.raises(ModelError, match=r"\(num_attention_heads \+ 2 num_key_value_heads\) \* head_dim=10"):
+        transformer_config(hf, ModelConfig(path="x"), ParallelConfig(tensor_model_parallel_size=3))
 
 
 def test_megatron_does_not_rescale_the_loss(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ def hf_to_megatron(source: Opened, out: Path, layout: TargetLayout, dtype: torch
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
-    target = TorchDistTarget(tensors, common, extra_states(stored, hf), folder=f"{RELEASE}/", hf=source.companions)
+    target = TorchDistTarget(
+        tensors, common, extra_states(stored, hf), folder=f"{RELEASE}/", hf=source.companions, tracker=RELEASE
+    )
     return Conversion(target, out, _identity("hf-to-megatron", [source], layout=vars(layout), dtype=str(dtype)))
 
 
@@ -89,7 +91,7 @@ def cast(source: Opened, out: Path, dtype: torch.dtype, shard_bytes: int = SHARD
     """The same checkpoint with its floating-point weights in another dtype; optimizer state keeps its own."""
     identity = _identity("cast", [source], dtype=str(dtype), shard=shard_bytes)
     if isinstance(source.reader, TorchDistReader):
-        return Conversion(rewritten(source.reader, TargetLayout(), dtype), out, identity)
+        return Conversion(rewritten(source.path, source.reader, TargetLayout(), dtype), out, identity)
     tensors = {name: source.reader[name] for name in sorted(source.reader.names)}
     return Conversion(HfTarget(_cast(tensors, dtype), _companions(source), shard_bytes), out, identity)
 
@@ -132,7 +134,7 @@ def reshard(source: Opened, out: Path, layout: TargetLayout) -> Conversion:
     """
     if not isinstance(source.reader, TorchDistReader):
         raise WeightsError(f"{source.path}: a Hugging Face directory has no layout; use `convert hf-to-megatron`")
-    target = rewritten(source.reader, layout)
+    target = rewritten(source.path, source.reader, layout)
     return Conversion(target, out, _identity("reshard", [source], layout=vars(layout)))
 
 
@@ -161,10 +163,13 @@ def _cast(tensors: Mapping[str, Rows], dtype: torch.dtype | None) -> dict[str, R
 
 def _check_layout(hf: HfConfig, layout: TargetLayout) -> None:
     tp, groups = layout.tensor, hf.num_query_groups
-    if hf.num_attention_heads % tp or hf.ffn_hidden_size % tp or (groups % tp and tp % groups):
+    if any(count % tp for count in (hf.num_attention_heads, hf.ffn_hidden_size, hf.qkv_rows)) or (
+        groups % tp and tp % groups
+    ):
         raise WeightsError(
             f"--tp {tp}: does not divide num_attention_heads={hf.num_attention_heads}, num_key_value_heads={groups} "
-            f"(or is a multiple of it) and intermediate_size={hf.ffn_hidden_size}; choose another one"
+            f"(or is a multiple of it), the {hf.qkv_rows} rows of q, k and v and "
+            f"intermediate_size={hf.ffn_hidden_size}; choose another one"
         )
     if hf.num_layers < layout.pipeline:
         raise WeightsError(f"--pp {layout.pipeline}: more stages than the model's {hf.num_layers} layers")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megatron_rl.weights.convert.tensors import Rows, cast_rows
-from megatron_rl.weights.convert.torch_dist import COMMON, TorchDistReader, is_weight
+from megatron_rl.weights.convert.torch_dist import COMMON, HF, TRACKER, TorchDistReader, is_weight
 from megatron_rl.weights.convert.torch_dist_target import Cut, TorchDistTarget, Whole
 from megatron_rl.weights.convert.views import stored_name
 from megatron_rl.weights.families import FAMILIES
@@ -61,8 +62,13 @@ def _index(number: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(index)
 
 
-def rewritten(reader: TorchDistReader, layout: TargetLayout, dtype: torch.dtype | None = None) -> TorchDistTarget:
-    """All of a checkpoint, optimizer state and objects included, cut for a layout, its weights in `dtype` if given."""
+def rewritten(
+    root: Path, reader: TorchDistReader, layout: TargetLayout, dtype: torch.dtype | None = None
+) -> TorchDistTarget:
+    """All of a checkpoint, optimizer state and objects included, cut for a layout, its weights in `dtype` if given.
+
+    What stands beside it in `root`, where that is a directory of Megatron-LM's, is copied.
+    """
     tensors = {}
     for name, tensor in reader.tensors.items():
         planes: Sequence[Rows] = tensor.planes
@@ -70,4 +76,9 @@ def rewritten(reader: TorchDistReader, layout: TargetLayout, dtype: torch.dtype 
             planes = [cast_rows(plane, dtype) for plane in planes]
         tensors[name] = cut(name, planes, tensor.shape, layout)
     objects = {name: place.read() for name, place in reader.objects.items()}
-    return TorchDistTarget(tensors, (reader.path / COMMON).read_bytes(), objects)
+    common = (reader.path / COMMON).read_bytes()
+    if not (root / TRACKER).is_file() or reader.path.parent != root:
+        return TorchDistTarget(tensors, common, objects)
+    beside = root / HF if (root / HF).is_dir() else None
+    tracker = (root / TRACKER).read_text().strip()
+    return TorchDistTarget(tensors, common, objects, folder=f"{reader.path.name}/", hf=beside, tracker=tracker)

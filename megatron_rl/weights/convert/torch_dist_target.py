@@ -31,7 +31,7 @@ from megatron_rl.files import write_atomic
 from megatron_rl.weights.convert.companions import copy_companions
 from megatron_rl.weights.convert.job import PlannedFile
 from megatron_rl.weights.convert.tensors import Rows, size_of
-from megatron_rl.weights.convert.torch_dist import COMMON, FORMAT, HF, METADATA, RELEASE, TRACKER
+from megatron_rl.weights.convert.torch_dist import COMMON, FORMAT, HF, METADATA, TRACKER
 
 FILE_BYTES = 5 * 10**9
 _OBJECTS = "__0_objects.distcp"
@@ -99,8 +99,8 @@ class TorchDistTarget:
         common: what is not sharded, for `common.pt`: an object that `torch.save` can write, or the file's bytes.
         objects: sharded objects by name: what `torch.save` wrote of each.
         folder: where, below the target's directory; empty = there.
-        hf: Hugging Face directory whose config and tokenizer are copied to `hf/`, and for which the target's directory
-            becomes one that Megatron-LM's `--load` takes; None = neither.
+        hf: Hugging Face directory whose config and tokenizer are copied to `hf/`.
+        tracker: content of the file in which Megatron-LM's `--load` finds the name of `folder`.
     """
 
     def __init__(
@@ -111,9 +111,11 @@ class TorchDistTarget:
         *,
         folder: str = "",
         hf: Path | None = None,
+        tracker: str | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
         self._tensors, self._common, self._objects, self._folder, self._hf = tensors, common, objects, folder, hf
+        self._tracker = tracker
         slabs = [pair for key, whole in tensors.items() for pair in whole.slabs(key)]
         slabs.sort(key=lambda pair: pair[0])  # by stage; stable
         groups: list[list[Slab]] = []
@@ -131,8 +133,9 @@ class TorchDistTarget:
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         self._finish_tensors(folder / self._folder, records)
+        if self._tracker is not None:
+            write_atomic(folder / TRACKER, self._tracker)
         if self._hf is not None:
-            write_atomic(folder / TRACKER, RELEASE)
             copy_companions(self._hf, folder / HF)
 
     def _finish_tensors(self, folder: Path, records: Mapping[str, Any]) -> None:

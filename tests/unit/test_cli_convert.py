@@ -1,0 +1,104 @@
+"""`megatron-rl convert ...` as it is typed: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from megatron_rl.cli import app
+from megatron_rl.cli_convert import _bytes
+from megatron_rl.config import ConfigError
+from megatron_rl.verify import read_texts
+from megatron_rl.weights import WeightsError
+from tests.convert_models import contents, write_model
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, ["convert", *map(str, words)])
+
+
+def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "hf")
+    there = run("hf-to-megatron", tmp_path / "hf", tmp_path / "m", "--tp", 2, "--make-vocab-size-divisible-by", 8)
+    assert there.exit_code == 0, there.output
+    assert "bytes of tensors in 1 files" in there.stdout
+    back = run("megatron-to-hf", tmp_path / "m", tmp_path / "back", "--shard-size", "4kB", "--max-memory", "300MiB")
+    assert back.exit_code == 0, back.output
+    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 1
+    equal = run("diff", tmp_path / "m", tmp_path / "back")
+    assert equal.exit_code == 0
+    assert f"{len(tensors)} tensors compared: 0 differ" in equal.stdout
+    listed = run("inspect", tmp_path / "m")
+    assert "decoder.layers.self_attention.linear_qkv.weight" in listed.stdout
+    assert "embedding.word_embeddings.weight" in listed.stdout
+    assert "[64, 16]" in listed.stdout
+
+
+def test_other_verbs_on_the_command_line(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "hf")
+    assert run("cast", tmp_path / "hf", tmp_path / "half", "--dtype", "bfloat16").exit_code == 0
+    assert run("average", tmp_path / "hf", tmp_path / "hf", "--out", tmp_path / "mean").exit_code == 0
+    for name, tensor in load_file(tmp_path / "mean" / "model.safetensors").items():
+        assert torch.equal(tensor, tensors[name])
+    assert run("hf-to-megatron", tmp_path / "half", tmp_path / "m").exit_code == 0
+    assert run("cast", tmp_path / "m", tmp_path / "wide", "--dtype", "float32").exit_code == 0
+    assert run("reshard", tmp_path / "m", tmp_path / "m2", "--tp", 2).exit_code == 0
+    for path in ("hf/config.json", "hf/tokenizer.json", "latest_checkpointed_iteration.txt", "release/common.pt"):
+        assert (tmp_path / "m2" / path).read_bytes() == (tmp_path / "m" / path).read_bytes()
+    assert run("diff", tmp_path / "m", tmp_path / "m2").exit_code == 0
+    assert run("diff", tmp_path / "half", tmp_path / "wide").exit_code == 0
+    differs = run("diff", tmp_path / "half", tmp_path / "hf", "--limit", 3)
+    assert differs.exit_code == 1
+    assert "bfloat16 / float32" in differs.stdout
+    assert f"{len(tensors)} tensors compared: {len(tensors)} differ" in differs.stdout
+
+
+def test_a_dry_run_prints_files_and_bytes_and_writes_nothing(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "hf")
+    before = contents(tmp_path)
+    shown = run("cast", tmp_path / "hf", tmp_path / "out", "--dtype", "bfloat16", "--dry-run")
+    assert shown.exit_code == 0
+    assert f"model.safetensors  {len(tensors)} tensors" in shown.stdout
+    size = sum(tensor.numel() for tensor in tensors.values()) * 2
+    assert f"dry run: {size:,} bytes of tensors would be read and written" in shown.stdout
+    assert contents(tmp_path) == before
+
+
+def test_tensors_that_are_not_finite_are_listed(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf")
+    from safetensors.torch import save_file
+
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    refused = run("cast", tmp_path / "hf", tmp_path / "out", "--dtype", "bfloat16")
+    assert isinstance(refused.exception, WeightsError)
+    listed = run("cast", tmp_path / "hf", tmp_path / "out", "--dtype", "bfloat16", "--allow-nan")
+    assert "not finite: model.norm.weight" in listed.stdout
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert [_bytes(text, "x") for text in ("7", "2kB", "1.5MiB", "8GiB", "5GB", "1 T")] == [
+        7,
+        2000,
+        3 * 2**19,
+        2**33,
+        5 * 10**9,
+        10**12,
+    ]
+    with pytest.raises(ConfigError, match="--max-memory=much: not a size; write 512MiB"):
+        _bytes("much", "--max-memory")
+
+
+def test_texts_to_verify_with_are_the_lines_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("one\n\ntwo words\n")
+    assert read_texts(tmp_path / "texts") == ["one", "two words"]
+    (tmp_path / "texts").write_text("\n")
+    with pytest.raises(WeightsError, match="holds no text; give one a line"):
+        read_texts(tmp_path / "texts")
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_texts(tmp_path / "nothing")
