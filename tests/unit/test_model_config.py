@@ -104,7 +104,8 @@ def test_layout_that_does_not_fit_the_model_is_refused(parallel: dict[str, Any],
 
 
 def test_more_ranks_than_query_groups_must_share_them_evenly(tmp_path: Path) -> None:
-    hf = hf_of(tmp_path, hidden_size=96, num_attention_heads=12, num_key_value_heads=4, intermediate_size=144)
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 24}
+    hf = hf_of(tmp_path, hidden_size=96, intermediate_size=144, **shape)
     for ranks in (2, 4, 12):
         transformer_config(hf, ModelConfig(path="x"), ParallelConfig(tensor_model_parallel_size=ranks))
     with pytest.raises(ModelError, match="num_key_value_heads=4"):
