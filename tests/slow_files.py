@@ -57,6 +57,14 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_fresh_clone.py": ("constraints-cpu.txt", "launch/", "setup.py"),
     "tests/e2e/test_presets.py": ("megatron_rl/algorithms/", "megatron_rl/config/algorithm.py"),
     "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_supervisor.py", "megatron_rl/engines/"),
+    "tests/e2e/test_staging.py": (
+        "megatron_rl/cluster/engine_supervisor.py",
+        "megatron_rl/cluster/stag",
+        "megatron_rl/engines/serve.py",
+        "megatron_rl/pins.py",
+        "megatron_rl/publisher.py",
+        "megatron_rl/weights/current.py",
+    ),
     "tests/slurm/": ("launch/", "megatron_rl/cluster/"),
     "tests/unit/test_triton_mutants.py": ("megatron_rl/kernels/",),
 }

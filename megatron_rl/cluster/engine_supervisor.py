@@ -237,9 +237,10 @@ def _supervise_replicas(
     node = socket.gethostname().split(".")[0]
     with contextlib.ExitStack() as stack:
         staged: list[str] = []
+        copies = stack.enter_context(contextlib.ExitStack())
         if cfg.engine.stage_in_memory:
-            stage, name = stack.enter_context(Stage(run)), node if logs else f"{node}-{replicas[0]}"
-            stack.enter_context(carry_out_requests(stage, run, Report(node, [*replicas]), name))
+            stage, name = copies.enter_context(Stage(run)), node if logs else f"{node}-{replicas[0]}"
+            copies.enter_context(carry_out_requests(stage, run, Report(node, [*replicas]), name))
             staged = ["--staged", str(stage.folder)]
         engines = []
         for place, replica in enumerate(replicas):
@@ -257,7 +258,7 @@ def _supervise_replicas(
                 functools.partial(engines_may_start, run.endpoints),
             )
             engines.append(engine)
-        return supervise(engines, cluster.stop_timeout_s)
+        return supervise(engines, cluster.stop_timeout_s, copies.close)
 
 
 def _patience(cfg: Config, host: str, port: int) -> Patience:
@@ -284,10 +285,12 @@ def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:
     return reservation
 
 
-def supervise(engines: Sequence[Engine], patience_s: float) -> int:
+def supervise(engines: Sequence[Engine], patience_s: float, tidy: Callable[[], None] = lambda: None) -> int:
     """Start all again and again until TERM or INT (0), or until one may not be started again (1), which ends all.
 
-    `patience_s`: from TERM to KILL, for an engine that hangs.
+    Args:
+        patience_s: from TERM to KILL, for an engine that hangs.
+        tidy: called when engines were told to end, before they are waited for: we may be killed meanwhile.
     """
     stopping: list[int] = []
 
@@ -305,6 +308,7 @@ def supervise(engines: Sequence[Engine], patience_s: float) -> int:
     for engine in engines:  # also one that was being started when the signal came
         engine.stop()
     deadline = time.monotonic() + patience_s
+    tidy()
     for engine in engines:
         engine.end(deadline)
     return 0 if stopping else 1

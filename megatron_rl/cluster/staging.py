@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
 PREFIX = "megatron_rl-"
 CHUNK = 2**26
-END_S = 10.0
+END_S = 2.0
+"""How long a copy that was given up is waited for."""
 _COPYING, _LOCK, _COPY_LOCK, _STAMP = ".copying-", ".lock", ".copy-lock", ".stamp"
 
 

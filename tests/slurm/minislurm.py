@@ -3,9 +3,10 @@
 Holds the daemons alone; jobs are in `jobs.py`. To try a script by hand, `python -m tests.slurm.minislurm` starts a
 cluster, prints what a shell needs to use it, and ends it with Ctrl-C.
 
-Every node has its own host name, its own /etc/hosts that knows all nodes (127.0.0.11, 127.0.0.12, ...) and its own
-/tmp, by mount and UTS namespaces, which an ordinary user makes inside a user namespace. GPUs are character devices
-without a driver. Two clusters on one machine share nothing: directory, munge key, sockets and ports are their own.
+Every node has its own host name, its own /etc/hosts that knows all nodes (127.0.0.11, 127.0.0.12, ...), and its own
+/tmp and /dev/shm, by mount and UTS namespaces, which an ordinary user makes inside a user namespace. GPUs are character
+devices without a driver. Two clusters on one machine share nothing: directory, munge key, sockets and ports are their
+own.
 
 Everything started carries `MINISLURM_DIR=<its directory>` in its environment, by which the end finds what a daemon or a
 job left behind. A janitor process does that too when the one that made the cluster is killed.
@@ -41,7 +42,7 @@ NODE = """
 hostname "$1"; mount --bind "$2/hosts" /etc/hosts; tmp=$2/tmp-$1; shared=$3; shift 3
 mkdir -p -m 1777 "$tmp"
 while IFS= read -r path; do mkdir -p "$tmp${path#/tmp}"; mount --bind "$path" "$tmp${path#/tmp}"; done <"$shared"
-mount --rbind "$tmp" /tmp
+mount --rbind "$tmp" /tmp; mount -t tmpfs tmpfs /dev/shm
 exec "$@"
 """
 """From the machine to a node, in shell: what becomes private to it before its slurmd starts."""
