@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.contract.servers import REPOSITORY, launch_embedded, wait_until_ready
+from tests.contract.trainer import join, tensors_of
 
 
-def test_term_answers_what_runs_and_ends_cleanly(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_term_answers_what_runs_gives_up_what_it_waits_for_and_ends_cleanly(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
     server = wait_until_ready(launch_embedded(tmp_path, *models, 4, "--dtype", "bfloat16"))
     try:
         published = json.loads(server.endpoint_file.read_text())
@@ -21,8 +24,16 @@ def test_term_answers_what_runs_and_ends_cleanly(models: tuple[Path, Path], tmp_
         assert published["pid"] == server.process.pid
         running = server.generate_later([5, 6, 7], max_new_tokens=4000, ignore_eos=True)
         server.wait_for_load("the request to run", lambda load: load["num_used_tokens"] > 10)
+        server.ok("/pause_generation", {"mode": "in_place"})
+        trainer = join(server)
+        server.ok("/begin_weight_update", {})
+        update = trainer.announce(tensors_of(models[1]))
+        with pytest.raises(TimeoutError):
+            update.result(0.2)  # nothing is sent
     finally:
         code = server.stop()
+    assert update.result(10).status == 503
+    trainer.close()
     assert code == 0, server.log.read_text()
     answer = running.result(10)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"

@@ -74,7 +74,17 @@ class Sender:
 
 @contextmanager
 def sender(server: Server) -> Iterator[Sender]:
-    """A process group with the server, made with torch's own function as SGLang makes its side."""
+    """A process group with the server."""
+    found = join(server)
+    yield found
+    gone = server.call("/destroy_weights_update_group", {"group_name": found.name})
+    assert gone.status == 200, gone
+    if found.group is not None:
+        found.close()
+
+
+def join(server: Server) -> Sender:
+    """Meet the server in a process group, with torch's own function, as SGLang does on its side."""
     name, port = f"group-{next(_numbers)}", free_port()
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     body |= {"group_name": name, "backend": "gloo"}
@@ -83,11 +93,7 @@ def sender(server: Server) -> Iterator[Sender]:
     assert answer.result(TIMEOUT_S) == Answer(
         200, {"success": True, "message": "Succeeded to initialize custom process group."}
     )
-    yield found
-    gone = server.call("/destroy_weights_update_group", {"group_name": name})
-    assert gone.status == 200, gone
-    if found.group is not None:
-        found.close()
+    return found
 
 
 def _rank_0(name: str, port: int) -> Any:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class ShuttingDown(Exception):
@@ -88,6 +91,12 @@ class Gate:
     async def until_updated(self) -> None:
         """Wait until no update is in progress. Raises ShuttingDown."""
         await self._until(lambda: not self._updating)
+
+    async def unless_closed(self, future: asyncio.Future[T]) -> T:
+        """The future's result. Raises ShuttingDown when the server ends before it is there."""
+        future.add_done_callback(lambda _: self._wake())
+        await self._until(future.done)
+        return future.result()
 
     async def until_empty(self) -> None:
         """Wait until the generation calls inside have been answered. Raises ShuttingDown."""

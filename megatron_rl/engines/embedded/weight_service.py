@@ -106,7 +106,7 @@ class WeightService:
         async with self._gate.update():
             self._require_memory()
             await self._call(lambda: self._updates.require_session(function))
-            tensors = await _in_thread(receive)
+            tensors = await self._in_thread(receive)
             await self._call(lambda: self._updates.load(tensors, body.weight_version, body.flush_cache))
         return body.weight_version
 
@@ -126,7 +126,7 @@ class WeightService:
         """Meet the trainer and the other receivers in a process group. Returns a message."""
         if body.backend != "gloo":
             raise WeightsError(f"backend {body.backend!r}: the embedded engine runs on a CPU and knows only 'gloo'")
-        await _in_thread(
+        await self._in_thread(
             lambda: self._groups.join(
                 body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name
             )
@@ -135,7 +135,7 @@ class WeightService:
 
     async def leave(self, group: str) -> str:
         """Leave a process group. Returns a message."""
-        await _in_thread(lambda: self._groups.leave(group))
+        await self._in_thread(lambda: self._groups.leave(group))
         return "Succeeded to destroy custom process group."
 
     # ------------------------------------------------------------------------------------------------------- memory
@@ -164,6 +164,19 @@ class WeightService:
         except MemoryReleased as error:
             raise WeightsError(str(error)) from None
 
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """The result of a function that may block for minutes. The server can end meanwhile: it is a daemon thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="weights", daemon=True).start()
+        return await self._gate.unless_closed(asyncio.wrap_future(future))
+
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._scheduler.call(function))
 
@@ -174,17 +187,3 @@ def _named(message: str, version: str | None) -> str:
 
 def _tags(body: MemoryRequest) -> frozenset[str]:
     return frozenset(body.tags or get_args(Tag))
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """The result of a function that may block for minutes; a daemon thread, so that the process can end meanwhile."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return await asyncio.wrap_future(future)
