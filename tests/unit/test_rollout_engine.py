@@ -15,13 +15,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import Config, dump
 from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.controller import serve
 from megatron_rl.rollout.endpoint import controller_file
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
-from megatron_rl.rollout.wire import RolloutShard, RolloutTable
+from megatron_rl.rollout.sample import Group, Sample
+from megatron_rl.rollout.wire import RolloutShard, RolloutTable, decode, unpack_groups
 from tests.tiny import tiny_model
 from tests.unit.rollout_rig import config, running_controller, write_prompts
 
@@ -266,8 +269,63 @@ def test_tokens_of_older_weights_fail_the_step_and_name_the_engine(engine, model
         client.set_weights_version(1)  # the engine was not told
         with pytest.raises(ControllerError) as caught:
             client.wait_ready(1, timeout_s=120)
+        assert client.step_status(1).needs_weights == [engine]
     assert engine in str(caught.value)
     assert "holds weight version '0', but 1 is published" in str(caught.value)
+
+
+def of_version(tmp_path: Path, version: int) -> Path:
+    """Another model of the same shape."""
+    path = tmp_path / f"v{version}"
+    return tiny_model(path, vocab_size=64, layers=1, max_position_embeddings=64, seed=version)
+
+
+def saved_groups(client: ControllerClient) -> tuple[list[Group], list[int]]:
+    """What a checkpoint would hold now: groups with all that is known of their tokens, and ids of unfinished ones."""
+    arrays, values = decode(client.get_state())
+    return unpack_groups(arrays, values["groups"]), values["state"]["pool"]["partial"]
+
+
+def log_probs_of(model: Path, sample: Sample) -> np.ndarray:
+    """float32 [R], the response's log-probs under these weights, in one pass."""
+    tokens = torch.from_numpy(np.concatenate([sample.prompt_tokens, sample.response_tokens]))
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens[None]).logits[0, :-1]
+    found = torch.log_softmax(logits / sample.temperature, -1).gather(-1, tokens[1:, None])[:, 0]
+    return found[sample.prompt_length - 1 :].numpy()
+
+
+@pytest.mark.parametrize(
+    "rollout", [{"mode": "async"}, {"partial_rollouts": True, "oversample": 2.0}], ids=["async", "partial"]
+)
+def test_every_token_has_the_log_prob_of_the_weights_that_it_says_sampled_it(engine, tmp_path, rollout):
+    """Weights that have nothing to do with each other, published while responses are generated in short segments."""
+    steps = 5
+    models = [of_version(tmp_path, version) for version in range(steps + 1)]
+    rollout = {"max_response_tokens": 32, "max_prompt_tokens": 24, "segment_tokens": 8, **rollout}
+    rollout |= {"dynamic_sampling": "off", "max_staleness": steps}
+    cfg = config(tmp_path / "run", models[0], [engine], deterministic=False, steps=steps, rollout=rollout)
+    seen: dict[str, Sample] = {}
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        publish(engine, models[0], client, 0)
+        for step in range(steps):
+            client.wait_ready(step, timeout_s=120)
+            while True:  # until something is half-way, or everything is finished
+                groups, partial = saved_groups(client)
+                seen |= {sample.id: sample for group in groups for sample in group.samples}
+                if partial or not client.ledger()["in_flight"]:
+                    break
+            client.wait_update(step + 1, timeout_s=120)
+            EngineControl([engine], timeout_s=60).update_from_disk(models[step + 1], step + 1)
+            client.done(step)
+            if step + 1 < steps:
+                client.set_weights_version(step + 1)
+    mixed = [sample for sample in seen.values() if len(sample.spans) > 1]
+    assert mixed, "no response has tokens of several weights"
+    for sample in [*mixed[:8], *list(seen.values())[:8]]:
+        for version, start, end in sample.spans:
+            expected = log_probs_of(models[version], sample)[start:end]
+            np.testing.assert_allclose(sample.log_probs[start:end], expected, atol=1e-4)
 
 
 def test_the_process_serves_until_it_is_asked_to_end_and_removes_its_address(engine, model, tmp_path):
