@@ -24,6 +24,22 @@ def test_same_bits_alone_and_among_others(deterministic_server: Server) -> None:
         assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
 
 
+@pytest.mark.parametrize("flush", [False, True], ids=["cached", "flushed"])
+def test_a_response_in_segments_has_the_bits_of_a_whole_one(deterministic_server: Server, flush: bool) -> None:
+    server = deterministic_server
+    prompt, params = [9, 8, 7, 6, 5], {"temperature": 0.9, "sampling_seed": 3, "ignore_eos": True}
+    whole = server.generate(prompt, max_new_tokens=60, **params)
+    tokens, entries = list(prompt), []
+    for count in (1, 15, 16, 17, 11):
+        if flush:
+            server.ok("/flush_cache", {})
+        part = server.generate(tokens, max_new_tokens=count, **params)
+        tokens += part["output_ids"]
+        entries += part["meta_info"]["output_token_logprobs"]
+    assert tokens == prompt + whole["output_ids"]
+    assert entries == whole["meta_info"]["output_token_logprobs"]
+
+
 def test_fixed_shapes_compute_the_same_model(deterministic_server: Server, reference) -> None:
     prompt = [4 + i for i in range(37)]
     answer = deterministic_server.generate(prompt, max_new_tokens=30, temperature=0, ignore_eos=True)
