@@ -101,15 +101,15 @@ def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Pat
     zero = RankZero(dist.distributed_c10d._get_default_store(), rank)
     controller = ControllerClient(cfg.run_dir, cfg.cluster.start_timeout_s, cfg.cluster.controller_timeout_s)
     if cfg.cluster.placement == "colocated":
-        engines = _connect(cfg, zero)
+        engines = connect_engines(cfg, zero)
         policy, devices = _take_devices(cfg, zero, engines)
     else:
         policy, devices = Policy.build(cfg), Devices()  # engines load their model meanwhile
-        engines = _connect(cfg, zero)
+        engines = connect_engines(cfg, zero)
     return Session(cfg, policy, controller, engines, zero, recorder, resume_from, devices)
 
 
-def _connect(cfg: Config, zero: RankZero) -> EngineControl:
+def connect_engines(cfg: Config, zero: RankZero) -> EngineControl:
     """Wait for the engines' addresses."""
     urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
     patience = 0.0 if cfg.engine.urls else cfg.engine.ready_timeout_s  # those have no supervisor of ours

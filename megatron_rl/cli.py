@@ -213,6 +213,44 @@ def serve(
 
 
 @app.command()
+def preflight(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    parity: Annotated[
+        int | None, typer.Option(min=1, help="Compare engine and trainer on so many prompts.", metavar="PROMPTS")
+    ] = None,
+) -> None:
+    """Check a configuration and its inputs; with --parity, also that engine and trainer agree on log-probs.
+
+    Example: megatron-rl preflight my.yaml --parity 16
+
+    --parity starts one engine and all trainer ranks on this machine, below run_dir/preflight; nothing is trained.
+
+    Exit code: 0 all is well, 1 engine and trainer disagree or a process failed, 2 the configuration cannot run.
+    """
+    from megatron_rl.parity import check_parity
+    from megatron_rl.parity_report import causes, table
+    from megatron_rl.preflight import check_device, check_inputs
+
+    cfg = load_config(config, overrides or ())
+    inputs = check_inputs(cfg)
+    typer.echo(f"inputs: OK, {len(inputs.prompts.train)} prompts ({inputs.prompts.rejected} rejected as too long)")
+    if parity is None:
+        return
+    check_device(cfg)
+    evidence = check_parity(cfg, parity)
+    shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in table(evidence):
+        shown.add_row(*row)
+    Console(highlight=False).print(shown)
+    found = causes(evidence)
+    for number, cause in enumerate(found):
+        typer.echo(f"{'most likely' if number == 0 else 'also'}: {cause.name}: {cause.says}")
+    typer.echo("engine and trainer do not agree" if found else "engine and trainer agree")
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
     """Rebuild RUN/report.html from what the run has written."""
     from megatron_rl.monitor.report import build_report

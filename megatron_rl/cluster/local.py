@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import uuid
-from pathlib import Path
 
 from megatron_rl.config import Config, dump
 
@@ -66,18 +65,44 @@ def run_local(cfg: Config, resume: Resume | None = None) -> int:
             for change in require_same_run(run.config, cfg, resume.accept_changes):
                 log.warning("going on with a change: %s", change)
         run.write_config(dump(cfg))
-        roles: list[Role] = []
-        try:
-            _start_all(cfg, run, checkpoint, roles, lock)
-            return _watch(roles, asked, cfg.cluster.stop_timeout_s, Anchor(run))
-        except RunDirError:
-            kill(roles)  # TERM would have them save, to a path where the run no longer is
-            raise
-        finally:
-            stop(roles, cfg.cluster.stop_timeout_s)
+        words = ["megatron_rl.train", str(run.config), *(["--from", str(checkpoint)] if checkpoint else [])]
+        return _run(cfg, run, words, asked, lock)
 
 
-def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Role], lock: int) -> None:
+def run_ranks(cfg: Config, module: str, *words: str) -> None:
+    """The run's own engines and its trainer ranks, which do `python -m MODULE CONFIG WORDS` instead of training.
+
+    `cfg.run_dir` is a directory for this alone.
+
+    Raises:
+        RunDirError, RunFailed: as `run_local`; RunFailed as well when it was asked to end.
+    """
+    asked, run = StopRequest(), RunDir(cfg.run_dir)
+    with run.locked(2 * cfg.cluster.stop_timeout_s) as lock:
+        run.prepare(resume=True)
+        run.write_config(dump(cfg))
+        if _run(cfg, run, [module, str(run.config), *words], asked, lock, controller=False):
+            raise RunFailed(f"{module} was asked to end before it was done")
+
+
+def _run(cfg: Config, run: RunDir, words: list[str], asked: StopRequest, lock: int, *, controller: bool = True) -> int:
+    """Start all processes, watch them to the end, end what is left. `words`: of the ranks, after `python -m`."""
+    roles: list[Role] = []
+    try:
+        _start_engines(cfg, run, roles, lock)
+        if controller:
+            argv = [sys.executable, "-m", "megatron_rl.cli", "rollout", "--config", str(run.config)]
+            roles.append(start("controller", 0, argv, _environment(), run.log("controller", 0), lock=lock))
+        _start_ranks(cfg, run, words, roles, lock)
+        return _watch(roles, asked, cfg.cluster.stop_timeout_s, Anchor(run))
+    except RunDirError:
+        kill(roles)  # TERM would have them save, to a path where the run no longer is
+        raise
+    finally:
+        stop(roles, cfg.cluster.stop_timeout_s)
+
+
+def _start_engines(cfg: Config, run: RunDir, roles: list[Role], lock: int) -> None:
     """Appends as it starts, so that a failure half-way still ends what runs."""
     env = _environment()
     python = [sys.executable, "-m"]
@@ -86,15 +111,17 @@ def _start_all(cfg: Config, run: RunDir, checkpoint: Path | None, roles: list[Ro
             argv = [*python, "megatron_rl.cli", "serve", "--config", str(run.config), "--replica", str(replica)]
             own = {**env, VISIBLE: ",".join(devices)} if devices else env
             roles.append(start("engine", replica, argv, own, run.log("engine", replica), lock=lock))
-    argv = [*python, "megatron_rl.cli", "rollout", "--config", str(run.config)]
-    roles.append(start("controller", 0, argv, env, run.log("controller", 0), lock=lock))
+
+
+def _start_ranks(cfg: Config, run: RunDir, words: list[str], roles: list[Role], lock: int) -> None:
+    env = _environment()
     launch = {LAUNCH: uuid.uuid4().hex}
     world = cfg.parallel.world_size or 1
     for rank in range(world):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **launch}
         # Megatron warns at length about what a machine without CUDA lacks; an error must not drown in it.
         quiet = [sys.executable, "-W", "ignore::UserWarning", "-W", "ignore::FutureWarning", "-m"]
-        argv = [*quiet, "megatron_rl.train", str(run.config), *(["--from", str(checkpoint)] if checkpoint else [])]
+        argv = [*quiet, *words]
         # KILL: TERM asks a rank to save, but with the launcher gone, engines and controller are going as well.
         role = start(
             "trainer",

@@ -59,11 +59,11 @@ class Replica:
         return not self.reason
 
 
-class _Unfit(Exception):
+class Unfit(Exception):
     """The replica answers and must not serve; the text says why."""
 
 
-class _NeedsWeights(_Unfit):
+class _NeedsWeights(Unfit):
     """It would serve with the published weights."""
 
 
@@ -177,22 +177,22 @@ class Replicas:
         except _NeedsWeights as error:
             self._take_out(replica, str(error))
             replica.needs_weights = True
-        except _Unfit as error:
+        except Unfit as error:
             self._take_out(replica, str(error))
 
     async def _probe(self, url: str) -> None:
         async with asyncio.timeout(PROBE_TIMEOUT_S), self._session.get(f"{url}/ready") as response:
             body = await response.read()
         if response.status != 200:
-            raise _Unfit(f"/ready says HTTP {response.status} {error_text(body)}".strip())
+            raise Unfit(f"/ready says HTTP {response.status} {error_text(body)}".strip())
 
     async def _load(self, url: str) -> int:
-        """Sequences that it has. Raises _Unfit when it does not say."""
+        """Sequences that it has. Raises Unfit when it does not say."""
         answer = await self._get(url, "/v1/loads?include=core")
         return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in answer.get("loads", ()))
 
     async def _verify(self, replica: Replica) -> None:
-        """Model, version, checksum. Raises _Unfit."""
+        """Model, version, checksum. Raises Unfit."""
         info = await self._get(replica.url, "/model_info")
         if self._expected is not None:
             require_model(info, self._expected)
@@ -224,13 +224,13 @@ class Replicas:
         async with asyncio.timeout(timeout_s), self._session.request(method, url + path, json=body) as response:
             answer = await response.read()
         if response.status != 200:
-            raise _Unfit(f"{path} says HTTP {response.status}: {error_text(answer)}")
+            raise Unfit(f"{path} says HTTP {response.status}: {error_text(answer)}")
         try:
             value = orjson.loads(answer)
         except orjson.JSONDecodeError:
             value = None
         if not isinstance(value, dict):
-            raise _Unfit(f"{path} is not answered with a JSON object; is this an engine?")
+            raise Unfit(f"{path} is not answered with a JSON object; is this an engine?")
         return value
 
     # ---- states
@@ -258,7 +258,7 @@ class Replicas:
 def require_model(info: Mapping[str, Any], expected: ExpectedModel) -> None:
     """Compare what /model_info tells, or the config.json of the directory that it names, with the run's model.
 
-    Servers name the directory only; one that cannot be read from here is taken at its word. Raises _Unfit.
+    Servers name the directory only; one that cannot be read from here is taken at its word. Raises Unfit.
     """
     facts = dict(info)
     with suppress(OSError, ValueError):
@@ -266,16 +266,16 @@ def require_model(info: Mapping[str, Any], expected: ExpectedModel) -> None:
     for name in ("vocab_size", "hidden_size"):
         found, wanted = facts.get(name), getattr(expected, name)
         if found is not None and found != wanted:
-            raise _Unfit(
+            raise Unfit(
                 f"serves another model: {name}={found} ({info.get('model_path')}), the run's model.path has {wanted}; "
                 "start it with the run's model"
             )
 
 
 def require_routed_experts(server_info: Mapping[str, Any]) -> None:
-    """Without its flag SGLang ignores the wish for routes in silence. Raises _Unfit."""
+    """Without its flag SGLang ignores the wish for routes in silence. Raises Unfit."""
     if not server_info.get("enable_return_routed_experts"):
-        raise _Unfit(
+        raise Unfit(
             "does not report routed experts, but engine.routed_experts=true asks for them; start it with "
             "--enable-return-routed-experts, or set engine.routed_experts=false"
         )
