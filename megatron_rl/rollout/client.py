@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -124,9 +124,10 @@ class EngineClient:
         require_prompts([job.sample for job in jobs], self._vocab_size)
         fresh = [job for job in jobs if not job.sample.response_length]
         begun = [[job] for job in jobs if job.sample.response_length]
-        with self._runs.open({group_of(s.id) for s in samples}) as run:
+        parts = [fresh, *begun] if fresh else begun
+        with Run({group_of(s.id) for s in samples}, self._runs) as run:
             try:
-                await _together([self._enter(run, part) for part in ([fresh] if fresh else []) + begun])
+                await _together([self._enter(run, part) for part in parts])
             finally:
                 await run.close()
 
@@ -138,10 +139,12 @@ class EngineClient:
 
     async def _enter(self, run: Run, jobs: list[Job]) -> None:
         with self._gate.ticket(len(jobs)) as ticket:
-            if not await run.before_suspension(ticket.turn):
+            if not ticket.admitted and not await run.before_suspension(ticket.turn):
                 return
             jobs = await self._segment(run, jobs)
             live = len(jobs)
+            if not live:
+                return
             ticket.keep(live)
 
             async def alone(job: Job) -> None:
@@ -185,13 +188,15 @@ class EngineClient:
         """
         group = group_of(jobs[0].sample.id)
         while True:
-            with self.replicas.router.route(group, len(jobs)) as url:
-                if url is not None:
-                    try:
-                        return await self._ask(run, url, [job.prompt() for job in jobs])
-                    except TransportError as error:
-                        self.replicas.failed(url, str(error))
-                        raise
+            url = self.replicas.router.take(group, len(jobs))
+            if url is not None:
+                try:
+                    return await self._ask(run, url, [job.prompt() for job in jobs])
+                except TransportError as error:
+                    self.replicas.failed(url, str(error))
+                    raise
+                finally:
+                    self.replicas.router.left(url, len(jobs))
             if not await self._a_replica_serves(run):
                 return None
 
@@ -213,24 +218,26 @@ class EngineClient:
 
     async def _ask(self, run: Run, url: str, prompts: list[Prompt]) -> list[Generation]:
         published, rids = self.replicas.version, [prompt.rid for prompt in prompts]
-        exchange = asyncio.ensure_future(self._exchange.generate(url, prompts))
-        with run.flight(url, rids) as flight:
-            try:
-                ends: set[asyncio.Future[Any]] = {exchange, flight.dropped}
-                timeout = self._limits.request_timeout_s
-                await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                if not exchange.done():
-                    raise self._gave_up(flight, len(prompts))
-                answers = exchange.result()
-            except (TransportError, RequestLost):
-                self._tell_later(url, rids)  # so that what a broken connection left running takes no room
-                raise
-            except (EngineError, asyncio.CancelledError):
-                if not exchange.done():
-                    await self._exchange.abort(url, rids)
-                raise
-            finally:
-                exchange.cancel()
+        flight = Flight(url, rids)
+        run.took_off(flight)
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s) as flight.deadline:
+                answers = await self._exchange.generate(url, prompts)
+        except (TransportError, RequestLost):
+            self._tell_later(url, rids)  # so that what a broken connection left running takes no room
+            raise
+        except TimeoutError:
+            error = self._gave_up(flight, len(prompts))
+            if isinstance(error, TransportError):
+                self._tell_later(url, rids)
+            else:
+                await self._exchange.abort(url, rids)
+            raise error from None
+        except asyncio.CancelledError:
+            await self._exchange.abort(url, rids)
+            raise
+        finally:
+            run.landed(flight)
         self.replicas.heard_of(url)
         _require_published(url, prompts, answers, published)
         return answers
@@ -238,8 +245,8 @@ class EngineClient:
     def _gave_up(self, flight: Flight, sequences: int) -> EngineError:
         """Why the answer is waited for no longer; a TransportError if there may be one elsewhere."""
         where = f"engine {flight.url}: /generate for {group_of(flight.rids[0])}* ({sequences} sequences)"
-        if flight.dropped.done():
-            return TransportError(f"{where} was given up: {flight.dropped.result()}")
+        if flight.dropped:
+            return TransportError(f"{where} was given up: {flight.dropped}")
         kind = TransportError if len(self.replicas.serving) > 1 else EngineError
         return kind(
             f"{where}: no answer within {self._limits.request_timeout_s:g} s (rollout.request_timeout_s); look at "
@@ -269,7 +276,9 @@ class Job:
         """The next segment, under a new name: what is there is the prompt, the seed stays the sample's."""
         sample = self.sample
         self._asked = min(self._room, self._limits.segment_tokens)
-        tokens = np.concatenate([sample.prompt_tokens, sample.response_tokens])
+        tokens = sample.prompt_tokens
+        if sample.response_length:
+            tokens = np.concatenate([tokens, sample.response_tokens])
         return Prompt(sample.next_request(), tokens, sample.seed, self._asked, self._settings)
 
     def take(self, answer: Generation, suspended: bool) -> None:
@@ -316,6 +325,9 @@ def _require_published(url: str, prompts: list[Prompt], answers: list[Generation
 
 async def _together(tasks: Sequence[Awaitable[None]]) -> None:
     """Wait for all; the first error cancels the others and is raised."""
+    if len(tasks) == 1:
+        await tasks[0]
+        return
     running = [asyncio.ensure_future(task) for task in tasks]
     try:
         await asyncio.gather(*running)

@@ -6,8 +6,7 @@ An answer is either understood as a whole or refused with one `ProtocolError` th
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,17 +131,11 @@ def parse_generations(body: bytes, prompts: Sequence[Prompt], *, url: str, vocab
             NaN or infinite, a response that is empty or longer than asked for, or token ids outside the vocabulary.
         GenerationAborted: the engine gave a sequence up with a status of its own.
     """
-    with _without_garbage_collection():
-        return _parse(body, prompts, url, vocab_size)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """A parsed answer has a small list per token, none of it garbage; looking through them took most of the time."""
+    # A parsed answer has a small list per token, none of it garbage: looking through them took most of the time.
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _parse(body, prompts, url, vocab_size)
     finally:
         if enabled:
             gc.enable()
@@ -201,11 +194,11 @@ class _Reader:
             raise self._wrong(
                 "output_ids", f"has {len(tokens)} tokens, but max_new_tokens={max_new_tokens} was asked for"
             )
-        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-        if len(outside):
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
+            outside = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
             raise self._wrong(
                 "output_ids",
-                f"holds id {outside[0]}, outside the vocabulary of {vocab_size}; does this engine serve another model?",
+                f"holds id {outside}, outside the vocabulary of {vocab_size}; does this engine serve another model?",
             )
         return tokens
 
@@ -220,11 +213,9 @@ class _Reader:
             ids = [entry[1] for entry in entries]
         except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise self._wrong(name, f"must be [log_prob, token_id, text] entries ({error})") from error
-        bad = np.flatnonzero(~np.isfinite(log_probs))
-        if len(bad):
-            raise self._wrong(
-                name, f"is {log_probs[bad[0]]} at token {bad[0]} of {len(tokens)}; the engine's logits broke"
-            )
+        if not np.isfinite(log_probs).all():
+            bad = np.flatnonzero(~np.isfinite(log_probs))[0]
+            raise self._wrong(name, f"is {log_probs[bad]} at token {bad} of {len(tokens)}; the engine's logits broke")
         if ids != tokens:
             raise self._wrong(name, "names other token ids than output_ids")
         return log_probs

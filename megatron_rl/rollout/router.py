@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 REMEMBERED = 65536
 """Groups whose replica is remembered, for its prefix cache."""
@@ -15,12 +14,10 @@ class Router:
     """Counts sequences in flight per replica; all serve at first.
 
     >>> router = Router(["http://a", "http://b"])
-    >>> with router.route("g1", 16) as first, router.route("g2", 16) as second:
-    ...     first, second
+    >>> router.take("g1", 16), router.take("g2", 16)
     ('http://a', 'http://b')
     >>> router.serve(["http://b"])
-    >>> with router.route("g1", 16) as moved:
-    ...     moved
+    >>> router.take("g1", 16)
     'http://b'
     """
 
@@ -36,34 +33,30 @@ class Router:
         """From now on requests go to these only."""
         self._serving = set(urls) & self._load.keys()
 
-    @contextmanager
-    def route(self, key: str, sequences: int) -> Iterator[str | None]:
-        """The replica for `key`, None when none serves; its load counts while the block runs.
+    def take(self, key: str, sequences: int) -> str | None:
+        """The replica for `key`, None when none serves; they count as its load until they are `left`.
 
         Requests of one key go to one replica as long as it serves: they share its prefix cache.
         """
         url = self._home.get(key)
         if url not in self._serving:
             url = min((u for u in self._load if u in self._serving), key=self._rank, default=None)
-        if url is None:
-            yield None
-            return
-        self._remember(key, url)
+            if url is None:
+                return None
+            self._home[key] = url
+        self._home.move_to_end(key)
+        if len(self._home) > REMEMBERED:
+            self._home.popitem(last=False)
         self._load[url] += sequences
-        try:
-            yield url
-        finally:
-            self._load[url] -= sequences
+        return url
+
+    def left(self, url: str, sequences: int) -> None:
+        """They are at the replica no longer."""
+        self._load[url] -= sequences
 
     def report(self, url: str, sequences: int) -> None:
         """What the replica says it has, waiting and running: what is not ours belongs to others who use it."""
         self._foreign[url] = max(0, sequences - self._load[url])
-
-    def _remember(self, key: str, url: str) -> None:
-        self._home[key] = url
-        self._home.move_to_end(key)
-        if len(self._home) > REMEMBERED:
-            self._home.popitem(last=False)
 
     def _rank(self, url: str) -> int:
         return self._load[url] + self._foreign[url]
@@ -76,45 +69,56 @@ class Gate:
         self._limit = self._free = limit
         self._queue: deque[Ticket] = deque()
 
-    @contextmanager
-    def ticket(self, sequences: int) -> Iterator[Ticket]:
-        """A place in the queue and then room, until the block ends; `turn` is done when there is room."""
+    def ticket(self, sequences: int) -> Ticket:
+        """A place in the queue, and then room, until it is given back. Use it in a `with` block."""
         ticket = Ticket(self, min(sequences, self._limit))
         self._queue.append(ticket)
-        self._admit()
-        try:
-            yield ticket
-        finally:
-            admitted = ticket.turn.done() and not ticket.turn.cancelled()
-            ticket.turn.cancel()
-            self._give_back(ticket.share if admitted else 0)
+        self.admit(0)
+        return ticket
 
-    def keep(self, ticket: Ticket, sequences: int) -> None:
-        """So many sequences are left of those that the ticket was for."""
-        surplus = max(0, ticket.share - sequences)
-        ticket.share -= surplus
-        self._give_back(surplus)
-
-    def _give_back(self, share: int) -> None:
-        self._free += share
-        self._admit()
-
-    def _admit(self) -> None:
-        """A ticket whose owner has left stays in the queue until it comes to the front."""
-        while self._queue and (self._queue[0].turn.cancelled() or self._queue[0].share <= self._free):
+    def admit(self, given_back: int) -> None:
+        """Let in whom there is room for. A ticket whose owner has left stays until it comes to the front."""
+        self._free += given_back
+        while self._queue and (self._queue[0].closed or self._queue[0].share <= self._free):
             ticket = self._queue.popleft()
-            if not ticket.turn.cancelled():
+            if not ticket.closed:
                 self._free -= ticket.share
-                ticket.turn.set_result(None)
+                ticket.let_in()
 
 
 class Ticket:
-    """Room for `share` sequences, from the moment that `turn` is done."""
+    """Room for `share` sequences, once it is admitted."""
 
     def __init__(self, gate: Gate, share: int) -> None:
         self._gate, self.share = gate, share
-        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turn: asyncio.Future[None] | None = None
+        self.admitted = self.closed = False
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+        self._gate.admit(self.share if self.admitted else 0)
+
+    @property
+    def turn(self) -> asyncio.Future[None]:
+        """Done when it is admitted."""
+        if self._turn is None:
+            self._turn = asyncio.get_running_loop().create_future()
+            if self.admitted:
+                self._turn.set_result(None)
+        return self._turn
+
+    def let_in(self) -> None:
+        """For the gate."""
+        self.admitted = True
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
 
     def keep(self, sequences: int) -> None:
         """Give back what is not needed for so many sequences."""
-        self._gate.keep(self, sequences)
+        surplus = max(0, self.share - sequences)
+        self.share -= surplus
+        if surplus:
+            self._gate.admit(surplus)

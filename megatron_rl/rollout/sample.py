@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,9 +126,9 @@ class Sample:
         if [s.start for s in spans] != bounds[:-1] or bounds[-1] != len(new) or any(s.start >= s.end for s in spans):
             raise ValueError(f"sample {self.id}: version spans {spans} do not cover {len(new)} tokens in order")
         offset = self.response_length
-        self.response_tokens = np.concatenate([self.response_tokens, new])
-        self.log_probs = np.concatenate([self.log_probs, new_log_probs])
-        self.loss_mask = np.concatenate([self.loss_mask, np.ones(len(new), np.bool_)])
+        self.response_tokens = _joined(self.response_tokens, new)
+        self.log_probs = _joined(self.log_probs, new_log_probs)
+        self.loss_mask = _joined(self.loss_mask, np.ones(len(new), np.bool_))
         for span in spans:
             self._extend_spans(Span(span.version, offset + span.start, offset + span.end))
 
@@ -231,6 +231,10 @@ class Sample:
     def version_last(self) -> int:
         """Newest weights that sampled a token; -1 without tokens."""
         return max((s.version for s in self.spans), default=-1)
+
+
+def _joined(old: NDArray[Any], new: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate([old, new]) if len(old) else new
 
 
 @dataclass(eq=False)

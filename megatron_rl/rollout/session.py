@@ -23,6 +23,7 @@ def open_session(token: str | None = None) -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         headers={"Authorization": f"Bearer {token}"} if token else {},
+        cookie_jar=aiohttp.DummyCookieJar(),  # engines set none, and looking for them takes time for every request
         trust_env=False,
         read_bufsize=2**20,
     )

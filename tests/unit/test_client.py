@@ -343,30 +343,27 @@ def test_room_is_given_back_sequence_by_sequence():
 
 def test_the_router_is_sticky_takes_the_least_loaded_and_leaves_out_what_does_not_serve():
     router = Router(["a", "b"])
-    with router.route("g1", 5) as one, router.route("g2", 1) as two, router.route("g3", 1) as three:
-        assert (one, two, three) == ("a", "b", "b")
-    with router.route("g2", 9) as again:
-        assert again == "b"
+    assert [router.take(key, count) for key, count in (("g1", 5), ("g2", 1), ("g3", 1))] == ["a", "b", "b"]
+    assert router.take("g2", 9) == "b"
     router.serve(["b"])
-    with router.route("g1", 1) as moved, router.route("g4", 1) as other:
-        assert (moved, other) == ("b", "b")
+    assert (router.take("g1", 1), router.take("g4", 1)) == ("b", "b")
     router.serve(["a", "b"])
-    with router.route("g1", 1) as stays, router.route("g5", 1) as back:
-        assert (stays, back) == ("b", "a")
+    assert (router.take("g1", 1), router.take("g5", 1)) == ("b", "a")
+    router.left("b", 13)
+    assert router.take("g6", 1) == "b"
     router.serve([])
-    with router.route("g1", 1) as nowhere:
-        assert nowhere is None
+    assert router.take("g1", 1) is None
 
 
 def test_sequences_that_others_have_at_a_replica_count_as_its_load():
     router = Router(["a", "b"])
-    with router.route("g1", 5):
-        router.report("a", 5)  # ours alone
-        router.report("b", 3)
-        with router.route("g2", 1) as chosen:
-            assert chosen == "b"
-    with router.route("g3", 1) as chosen:
-        assert chosen == "a"
+    assert router.take("g1", 5) == "a"
+    router.report("a", 5)  # ours alone
+    router.report("b", 3)
+    assert router.take("g2", 1) == "b"
+    router.left("b", 1)
+    router.left("a", 5)
+    assert router.take("g3", 1) == "a"
 
 
 def test_the_limit_of_open_files_is_lifted():
