@@ -31,7 +31,7 @@ class RolloutConfig(Section):
     dynamic_sampling: Literal["off", "refill", "mask"] = "off"
     """Groups whose answers are all right or all wrong: kept, replaced by fresh ones, or masked out of the loss."""
     oversample: float = Field(1.0, ge=1)
-    """Groups alive at once, as a multiple of groups_per_step."""
+    """Groups at work at once for one batch, as a multiple of groups_per_step; async: only as many as will be used."""
     max_sample_rounds: int = Field(10, ge=1)
     """Rounds of refilling before the run stops and shows the pass rates."""
     overlong_cache: int | None = Field(None, ge=1)
@@ -125,6 +125,11 @@ class RolloutConfig(Section):
         for key, neutral in (("stale_policy", "drop"), ("mask_off_policy_tokens", False)):
             if not self.off_policy and getattr(self, key) != neutral:
                 raise ValueError(f"{key}={getattr(self, key)} has no effect with mode=sync; leave it out")
+        if self.mode == "one_step_off" and self.mask_off_policy_tokens:
+            raise ValueError(
+                "mask_off_policy_tokens=true with mode=one_step_off: every token is one version behind, and none would "
+                "be left in the loss; leave it out, or use mode=sync with partial_rollouts=true"
+            )
         return self
 
     @model_validator(mode="after")

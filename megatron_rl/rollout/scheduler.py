@@ -18,9 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Collection
+from typing import Any
 
 from megatron_rl.config import Config
 
@@ -33,48 +32,11 @@ from .acceptance import (
 )
 from .pace import Pace
 from .pool import Choice, GroupPool, choose
+from .progress import Maker, Status, StepConflict, StepProgress
 from .sample import Group
 from .seen import Seen, choice_metrics, staleness_of_batch, tokens_of
 
 log = logging.getLogger(__name__)
-Status = Literal["waiting", "generating", "ready", "failed", "stopped"]
-
-
-class Maker(Protocol):
-    """Generates and judges groups; an error of `make` fails the step."""
-
-    @property
-    def in_flight(self) -> Mapping[int, Group]:
-        """Groups at work by id, as they are at this moment."""
-        ...
-
-    async def make(self, group_id: int, record_index: int, partial: Group | None, version: int) -> Group:
-        """A new group of weights `version`, or `partial` gone on with: judged, or with unfinished samples if suspended.
-
-        Cancelling it ends its requests at the engines.
-        """
-        ...
-
-    def suspend(self, ids: Collection[int]) -> None:
-        """Have these groups stop soon: their `make` returns with what they have."""
-        ...
-
-
-class StepConflict(RuntimeError):
-    """The trainer asked for something that does not fit the step the controller is at."""
-
-
-@dataclass
-class StepProgress:
-    """What is known of the step that the trainer is at."""
-
-    step: int
-    seen: Seen
-    """What was sampled for its batch."""
-    status: Status = "waiting"
-    message: str = ""
-    choice: Choice | None = None
-    metrics: dict[str, float] | None = None
 
 
 class Scheduler:

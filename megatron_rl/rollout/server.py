@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megatron_rl.data import DataError
 
 from .evaluation import EvalRequest
-from .scheduler import StepConflict
+from .progress import StepConflict
 from .wire import RolloutShard
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from megatron_rl.config import Config, validate
 from megatron_rl.data import PromptCursor
 from megatron_rl.rollout.pace import Pace
 from megatron_rl.rollout.pool import GroupPool
+from megatron_rl.rollout.progress import StepConflict
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.sample import Group, Span
-from megatron_rl.rollout.scheduler import Scheduler, StepConflict
+from megatron_rl.rollout.scheduler import Scheduler
 
 SIZE = 4
 

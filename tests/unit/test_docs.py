@@ -36,6 +36,15 @@ def test_the_configuration_example_is_valid(tmp_path: Path) -> None:
     assert load_config(tmp_path / "mine.yaml").reward.components[0].name == "math"
 
 
+def test_the_asynchronous_example_is_valid(tmp_path: Path) -> None:
+    """Added to the example of a whole run, whose section it continues."""
+    (tmp_path / "mine.yaml").write_text(blocks("configuration.md", "yaml")[0])
+    (tmp_path / "async.yaml").write_text("extends: mine.yaml\n" + blocks("rollouts.md", "yaml")[0])
+    cfg = load_config(tmp_path / "async.yaml")
+    assert cfg.rollout.mode == "async"
+    assert cfg.algorithm.corrections == ["tis"]
+
+
 def test_the_configurations_that_are_shown_can_be_shown() -> None:
     commands = re.findall(r"^megatron-rl config (configs/.*)$", (DOCS / "configuration.md").read_text("utf-8"), re.M)
     assert len(commands) >= 2

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rollout.pool import GroupPool
+from megatron_rl.rollout.progress import StepConflict
 from megatron_rl.rollout.sample import Group
-from megatron_rl.rollout.scheduler import StepConflict
 
 from .scheduling_rig import NEVER, Run, SlowMaker, config, ks_p_value, run
 

@@ -1,0 +1,60 @@
+"""Settings of partial rollouts and asynchrony: what follows from a mode, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_rl.config import Config, ConfigError, validate
+
+
+def config(algorithm: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    return validate(
+        {
+            "run_dir": "unused",
+            "model": {"path": "unused"},
+            "data": {"prompts": "unused"},
+            "reward": {"components": [{"name": "sorting"}]},
+            "algorithm": algorithm or {},
+            "rollout": rollout,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("rollout", "staleness", "corrections"),
+    [
+        ({}, 0, []),
+        ({"mode": "sync"}, 0, []),
+        ({"partial_rollouts": True}, 2, ["tis"]),
+        ({"mode": "one_step_off"}, 2, ["tis"]),
+        ({"mode": "async", "max_staleness": 4}, 4, ["tis"]),
+    ],
+)
+def test_a_mode_brings_its_staleness_and_its_correction(rollout, staleness, corrections):
+    cfg = config(**rollout)
+    assert (cfg.rollout.max_staleness, cfg.algorithm.corrections) == (staleness, corrections)
+
+
+def test_corrections_of_the_user_win_and_the_engines_own_log_probs_need_none():
+    assert config({"corrections": ["icepop"]}, mode="async").algorithm.corrections == ["icepop"]
+    assert config({"old_logprobs": "rollout"}, mode="async").algorithm.corrections == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"max_staleness": 2}, "max_staleness=2: mode=sync trains on tokens of the newest weights only; leave it out"),
+        ({"mode": "async", "max_staleness": 0}, "max_staleness=0: mode=async needs tokens of older weights; use 1"),
+        ({"stale_policy": "mask_stale_tokens"}, "stale_policy=mask_stale_tokens has no effect with mode=sync"),
+        (
+            {"mode": "one_step_off", "mask_off_policy_tokens": True},
+            "mask_off_policy_tokens=true with mode=one_step_off",
+        ),
+        ({"mode": "fast"}, "rollout.mode"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(rollout, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**rollout)
