@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import transformers
 from aiohttp import web
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,6 +178,8 @@ def _arguments() -> argparse.Namespace:
 
 def _write_inputs(inputs: Path, prompts: int, layers: int) -> Path:
     """The quickstart's prompts and tokenizer, and a deep, narrow model without an end of sequence."""
+    import transformers
+
     write_quickstart(inputs, Quickstart(prompts=min(prompts, 4096)))
     folder = inputs / "model"
     config = transformers.AutoConfig.from_pretrained(folder)

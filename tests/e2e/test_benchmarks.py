@@ -67,3 +67,21 @@ def test_step_benchmark_prints_the_ratio_to_trl(tmp_path: Path) -> None:
     assert re.search(r"ours: \d+\.\d\d .*s/step, .* CPU s/step, peak memory \d+\.\d\d GiB", said)
     assert re.search(r"of these: generate \d+\.\d\d, pull", said)
     assert re.search(r"ours / TRL: time \d+\.\d\d, CPU time \d+\.\d\d, memory \d+\.\d\d", said)
+
+
+PARTIAL = ("--groups", "8", "--group-size", "4", "--median", "16", "--layers", "2", "--engines", "1", "--steps", "24")
+
+
+def test_partial_rollouts_are_timed_against_synchronous_ones_and_leave_lengths_as_they_were() -> None:
+    said = run_tool("bench_partial.py", *PARTIAL)
+    assert re.search(r"partial / sync: time \d+\.\d\d, engines' CPU time \d+\.\d\d", said)
+    assert said.count("the same distribution") == 3
+    assert "NOT" not in said
+
+
+def test_a_scheduler_that_throws_unfinished_responses_away_fails_the_test_of_lengths() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "bench_partial.py"), *PARTIAL, "--biased"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"partial and fresh draws .* NOT the same distribution", done.stdout), done.stdout
+    assert re.search(r"sync and fresh draws .*, the same distribution", done.stdout), done.stdout
