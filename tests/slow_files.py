@@ -43,6 +43,13 @@ AREAS: dict[str, tuple[str, ...]] = {
         "megatron_rl/rewards/",
         "megatron_rl/rollout/",
     ),
+    "tests/e2e/test_modes.py": (
+        *_LOOP,
+        "megatron_rl/algorithms/staleness.py",
+        "megatron_rl/config/rollout.py",
+        "megatron_rl/publisher.py",
+        "megatron_rl/rollout/",
+    ),
     "tests/e2e/test_layouts.py": (
         *_LOOP,
         "megatron_rl/config/parallel.py",

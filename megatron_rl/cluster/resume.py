@@ -21,7 +21,19 @@ COMPARED: dict[str, frozenset[str]] = {
     "optimizer": frozenset({"max_skipped_steps"}),
     "algorithm": frozenset({"preset", "max_tokens_per_microbatch"}),
     "data": frozenset({"prompts", "eval_prompts"}),
-    "rollout": frozenset({"concurrency", "request_timeout_s", "step_timeout_s", "retries", "max_sample_rounds"}),
+    "rollout": frozenset(
+        {
+            "concurrency",
+            "request_timeout_s",
+            "step_timeout_s",
+            "retries",
+            "max_sample_rounds",
+            "client_workers",
+            "segment_tokens",
+            "environment_workers",
+            "environment_timeout_s",
+        }
+    ),
     "reward": frozenset({"workers", "timeout_s"}),
 }
 """Sections that must stay as they were, and their keys that need not."""

@@ -296,9 +296,13 @@ class Scheduler:
         if progress.status in ("failed", "stopped"):
             return progress.status, progress.message
         self.ready(version - 1)
-        if self.pace.never_halts or not (self._tasks or self._missing):
+        if self.pace.never_halts:
             return "ready", ""
-        return "waiting", f"{len(self._tasks)} groups in flight, {self._missing} missing in the next batch"
+        groups = [self._maker.in_flight.get(i) for i in self._tasks.values()]
+        running = sum(group is None or bool(group.unfinished) for group in groups)  # others are only judged
+        if not running and not self._missing:
+            return "ready", ""
+        return "waiting", f"{running} groups at the engines, {self._missing} missing in the next batch"
 
     def retire(self, step: int) -> list[Group]:
         """Step `step` was trained on: frees its slots. Returns its groups, chosen and filtered, by id.

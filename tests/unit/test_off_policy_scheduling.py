@@ -241,3 +241,31 @@ def test_a_scheduler_that_throws_the_unfinished_away_fails_that_test(monkeypatch
 def test_so_does_synchronous_oversampling_and_the_documentation_says_so():
     found = trained_lengths(1, oversample=1.5)
     assert ks_p_value(found, of_all_groups(2, len(found))) < 1e-6
+
+
+def test_an_update_does_not_wait_for_verifiers():
+    """The group that is being judged when its batch is complete has nothing at the engines any more."""
+    verdict = asyncio.Event()
+
+    class SlowVerifier(SlowMaker):
+        async def make(self, group_id: int, record_index: int, partial: Group | None, version: int) -> Group:
+            group = await super().make(group_id, record_index, partial, version)
+            if group_id == 1:
+                self.in_flight[group_id] = group
+                await verdict.wait()
+                del self.in_flight[group_id]
+            return group
+
+    played = Run(config(1, partial_rollouts=True, oversample=1.5), SlowVerifier(lambda _: [5, 5], lambda _: 1))
+
+    async def play() -> tuple[str, str]:
+        loop = asyncio.create_task(played.scheduler.run())
+        played.scheduler.publish(0)
+        await asyncio.sleep(50)
+        found = played.scheduler.update_status(1)
+        verdict.set()
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        return found
+
+    assert run(play()) == ("ready", "")
