@@ -259,6 +259,22 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
 
 
 @app.command()
+def worst(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Default: the newest one.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many samples.")] = 10,
+) -> None:
+    """List the samples of a step on which trainer and engine differ most, by |Δ log p| of a token."""
+    from megatron_rl.monitor.worst import COLUMNS, worst_samples
+
+    number, rows = worst_samples(run_dir, step, count)
+    shown = Table(*COLUMNS, title=f"step {number}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        shown.add_row(*(f"{v:.3e}" if isinstance(v, float) else str(v) for v in (row[name] for name in COLUMNS)))
+    Console(highlight=False, soft_wrap=True, width=200).print(shown)  # a line is cut by the terminal, not by us
+
+
+@app.command()
 def ledger(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")]) -> None:
     """Check that every prompt of the run was trained, filtered, rejected or is still pending: none lost, none doubled.
 

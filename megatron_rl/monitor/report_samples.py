@@ -24,7 +24,7 @@ MAX_RESPONSE = 8000
 
 _TEXTS = ("prompt", "response", "answer")
 _IDS = ("sample_id", "group_id", "prompt_id", "source", "finish_reason")
-_NUMBERS = ("reward", "correctness", "log_prob_mean")
+_NUMBERS = ("reward", "correctness", "log_prob_mean", "gap_max_abs")
 _COUNTS = ("response_tokens", "trained", "weight_version_first", "weight_version_last")
 _COLUMNS = (*_TEXTS, *_IDS, *_NUMBERS, *_COUNTS, "components")
 

@@ -84,6 +84,7 @@
       ["tokens", s.response_tokens],
       ["ended by", s.finish_reason],
       ["mean log-prob", s.log_prob_mean === null ? null : number(s.log_prob_mean, 3)],
+      ["largest gap to the engine", s.gap_max_abs === null ? null : s.gap_max_abs.toExponential(1)],
       ["weights", versions],
       ["trained on", s.trained === null || state.kind === "eval" ? null : s.trained ? "yes" : "no"],
       ["prompt", s.prompt_id],
