@@ -8,6 +8,7 @@ whole group: nobody in it can be told apart from one that waits for the others.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 import time
@@ -127,7 +128,7 @@ class UpdateGroup:
         while True:
             failures = {url: str(error) for url, error in calls.so_far().failures.items()}
             if ours.done() and (error := ours.exception()) is not None:
-                failures = failures or dict.fromkeys(self.urls, f"{what}: {' '.join(str(error).split())[:300]}")
+                failures = failures or dict.fromkeys(self.urls, f"{what}: {_in_short(error)}")
             if not failures and time.monotonic() > deadline + GRACE_S * ours.done():
                 late = [url for url in self.urls if url not in calls.so_far().answers] or self.urls
                 failures = dict.fromkeys(late, f"{what} was not taken within {self._timeout_s:g} s")
@@ -178,6 +179,12 @@ def _broadcast(group: Any, tensor: torch.Tensor, timeout: timedelta) -> None:
     work.wait(timeout)
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()
+
+
+def _in_short(error: BaseException) -> str:
+    """What a backend says, without the place in its source before it and its advice behind it."""
+    said = " ".join(str(error).split()).partition(" This is typically")[0]
+    return re.sub(r"^\[/[^]]*\] ", "", said)[:300]
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
