@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import io
 import pickle
+import socket
 from typing import Any
 
 import pytest
