@@ -36,7 +36,7 @@ class Supervised:
     def endpoint(self) -> dict[str, object]:
         """What the engine has published."""
         path = self.run_dir / "endpoints" / "engine-0.json"
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not path.exists():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()

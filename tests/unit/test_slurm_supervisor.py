@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.cluster.run_dir import RunDir, RunDirError
 from megatron_rl.cluster.slurm import supervisor as module
 from megatron_rl.cluster.slurm.allocation import SlurmError
 from megatron_rl.cluster.slurm.attempt import Outcome, Verdict
@@ -107,6 +107,20 @@ def test_attempts_that_save_nothing_are_bounded_and_one_that_saves_begins_the_co
     failures = [(FAILED, None), (FAILED, None), (FAILED, 2), (FAILED, None), (FAILED, None), (FAILED, None)]
     assert rig.run(*failures, max_restarts=2) == 1
     assert len(rig.seen) == 6
+
+
+def test_a_run_whose_directory_was_moved_away_is_not_begun_anew_at_its_old_path(rig: Rig) -> None:
+    rig.folder.mkdir()
+    (rig.folder / ".lock").touch()
+
+    def move_away() -> None:
+        rig.folder.rename(rig.folder.with_name("elsewhere"))
+
+    rig.newest = move_away  # type: ignore[method-assign]
+    with pytest.raises(RunDirError, match="was moved, renamed or removed while the run went on"):
+        rig.run((FAILED, None), (COMPLETE, 1))
+    assert len(rig.seen) == 1
+    assert not rig.folder.exists()
 
 
 def test_a_smaller_run_is_what_the_processes_are_told(rig: Rig) -> None:
