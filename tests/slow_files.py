@@ -63,9 +63,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_smollm2.py": ("configs/smollm2", "megatron_rl/weights/", "tools/fetch_smollm2.py"),
     "tests/e2e/test_fresh_clone.py": ("constraints-cpu.txt", "launch/", "setup.py"),
     "tests/e2e/test_presets.py": ("megatron_rl/algorithms/", "megatron_rl/config/algorithm.py"),
-    "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_supervisor.py", "megatron_rl/engines/"),
+    "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_", "megatron_rl/engines/"),
     "tests/e2e/test_staging.py": (
-        "megatron_rl/cluster/engine_supervisor.py",
+        "megatron_rl/cluster/engine_",
         "megatron_rl/cluster/stag",
         "megatron_rl/engines/serve.py",
         "megatron_rl/pins.py",

@@ -1,6 +1,6 @@
 """Whether an engine that runs still answers: it is asked in a thread, its silence is counted here; nothing is ended.
 
-Waits for: one answer at a time, each up to the limit of the silence. What follows from silence: `engine_supervisor.py`.
+Waits for: one answer at a time, each up to the limit of the silence. What follows from silence: `engine_process.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.cluster.engine_supervisor import Engine, RestartLimit
+from megatron_rl.cluster.engine_process import Engine, RestartLimit
 from megatron_rl.cluster.rank_zero import RankZero
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.cluster.turn import engines_may_start, set_turn

@@ -18,7 +18,8 @@ from megatron_rl.engines.serve import bind
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from megatron_rl.cluster.engine_supervisor import Engine, RestartLimit, supervise
+from megatron_rl.cluster.engine_process import Engine, RestartLimit
+from megatron_rl.cluster.engine_supervisor import supervise
 from megatron_rl.monitor.logs import setup_logging
 setup_logging("supervisor", 0, None, "INFO")
 argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
@@ -41,7 +42,8 @@ FAILS = "import sys; sys.exit('no such model')"
 WATCHED = """
 import sys
 from pathlib import Path
-from megatron_rl.cluster.engine_supervisor import Engine, Patience, RestartLimit, supervise
+from megatron_rl.cluster.engine_process import Engine, Patience, RestartLimit
+from megatron_rl.cluster.engine_supervisor import supervise
 from megatron_rl.cluster.ports import free_port
 from megatron_rl.monitor.logs import setup_logging
 setup_logging("supervisor", 0, None, "INFO")

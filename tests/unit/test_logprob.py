@@ -230,7 +230,7 @@ def test_an_id_outside_the_vocabulary_is_refused_with_its_value(bad, message):
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), 5e-324, torch.tensor([1.0] * 12 + [0.0])])
 def test_a_temperature_that_is_not_positive_is_refused(temperature):
     logits, target, _, _ = random_rows(0)
-    with pytest.raises(ValueError, match="greater than (0|2.9e-39, to divide float32 by it)"):
+    with pytest.raises(ValueError, match=r"greater than (0|2\.9e-39, to divide float32 by it)"):
         vocab_parallel_logprob(logits, target, temperature=temperature)
 
 
