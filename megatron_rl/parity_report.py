@@ -231,5 +231,5 @@ def _model(e: Evidence) -> Iterator[Cause]:
             "model code",
             f"the same tokens, scored at temperature 1 with the same weights, differ by {rest.mean_abs:.1e}: the two "
             "implementations compute something else (rope, norms, attention); compare layer by layer with "
-            "`megatron-rl convert --help`",
+            "`megatron-rl convert verify`",
         )

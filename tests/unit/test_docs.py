@@ -19,6 +19,7 @@ from megatron_rl.config import Config, load_config
 from megatron_rl.data.quickstart import Quickstart, write_quickstart
 from megatron_rl.data.records import parse_line
 from megatron_rl.rewards.registry import BUILT_IN, load_verifier
+from megatron_rl.rollout.environment import load_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -109,6 +110,29 @@ def test_the_reward_section_is_valid(tmp_path: Path) -> None:
     base = blocks("configuration.md", "yaml")[0].partition("reward:")[0]
     (tmp_path / "mine.yaml").write_text(base + blocks("add_a_reward.md", "yaml")[0])
     assert load_config(tmp_path / "mine.yaml").reward.components[1].args == {"limit": 400}
+
+
+def test_the_environment_example_is_one_and_its_sections_are_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = next(block for block in blocks("environments.md", "python") if "HigherOrLower" in block)
+    (tmp_path / "guessing.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "base.yaml").write_text(blocks("configuration.md", "yaml")[0].partition("reward:")[0])
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\n" + blocks("environments.md", "yaml")[0])
+    rollout = load_config(tmp_path / "mine.yaml").rollout
+    try:
+        kind = load_environment(str(rollout.environment), rollout.environment_args)
+        game = kind(**rollout.environment_args)
+        assert game.reset(parse_line(b'{"prompt": "guess", "answer": "7"}', "docs", "docs:1", "docs")) is None
+        assert [game.step(text) for text in ("hm", "5", "9", "7!")] == [
+            ("That is no number.", False, None),
+            ("higher", False, 0.0),
+            ("lower", False, 0.0),
+            ("", True, 1.5),
+        ]
+    finally:
+        sys.modules.pop("guessing", None)
 
 
 def test_the_loss_example_is_a_loss_and_its_section_selects_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
