@@ -274,6 +274,23 @@ def test_tokens_of_older_weights_fail_the_step_and_name_the_engine(engine, model
     assert "holds weight version '0', but 1 is published" in str(caught.value)
 
 
+def test_an_engine_that_was_not_updated_is_named_and_serves_again_when_it_was(engine, model, tmp_path):
+    EngineControl([engine], timeout_s=60).update_from_disk(model, 0)
+    with running_controller(config(tmp_path, model, [engine])) as _, ControllerClient(tmp_path) as client:
+        client.set_weights_version(0)
+        client.wait_ready(0, timeout_s=120)
+        client.done(0)
+        client.set_weights_version(1, serving=[], start=False)
+        assert client.step_status(1).status == "waiting"  # who holds the weights is one thing, the start another
+        client.set_weights_version(1)
+        status = client.wait_ready(1, timeout_s=120, enough=lambda status: bool(status.needs_weights))
+        assert (status.status, status.needs_weights) == ("generating", [engine])
+        EngineControl([engine], timeout_s=60).update_from_disk(model, 1)
+        client.set_weights_version(1, serving=[engine], start=False)
+        assert client.wait_ready(1, timeout_s=120).needs_weights == []
+        assert set(client.table(1).version_first) == {1}
+
+
 def of_version(tmp_path: Path, version: int) -> Path:
     """Another model of the same shape."""
     path = tmp_path / f"v{version}"
@@ -326,6 +343,40 @@ def test_every_token_has_the_log_prob_of_the_weights_that_it_says_sampled_it(eng
         for version, start, end in sample.spans:
             expected = log_probs_of(models[version], sample)[start:end]
             np.testing.assert_allclose(sample.log_probs[start:end], expected, atol=1e-4)
+
+
+def test_a_resumed_controller_goes_on_with_the_tokens_that_were_saved(engine, model, tmp_path):
+    """Killed with a batch complete and others half-way: what was suspended is continued, not generated again."""
+    rollout = {"max_response_tokens": 32, "max_prompt_tokens": 24, "segment_tokens": 4, "dynamic_sampling": "off"}
+    rollout |= {"partial_rollouts": True, "oversample": 2.0}
+    cfg = config(tmp_path, model, [engine], deterministic=False, steps=3, rollout=rollout)
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        publish(engine, model, client, 0)
+        client.wait_ready(0, timeout_s=120)
+        client.wait_update(1, timeout_s=120)
+        state = client.get_state()
+        groups, partial = saved_groups(client)
+        chosen = client.table(0).sample_ids
+    before = {s.id: s for group in groups if group.id in partial for s in group.samples}
+    assert any(sample.response_length for sample in before.values())
+    after: dict[str, Sample] = {}
+    with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
+        client.put_state(state)
+        for step in range(3):
+            publish(engine, model, client, step)
+            client.wait_ready(step, timeout_s=120)
+            if step == 0:
+                assert client.table(0).sample_ids == chosen
+            after |= {s.id: s for group in saved_groups(client)[0] for s in group.samples}
+            client.wait_update(step + 1, timeout_s=120)
+            client.done(step)
+        ledger = client.ledger()
+    assert ledger["drawn"] == sum(ledger[name] for name in ("trained", "filtered", "waiting", "in_flight", "finished"))
+    assert before.keys() <= after.keys()
+    for name, sample in before.items():
+        kept = sample.response_length
+        assert after[name].response_tokens[:kept].tolist() == sample.response_tokens.tolist()
+        assert after[name].log_probs[:kept].tolist() == sample.log_probs.tolist()
 
 
 def test_the_process_serves_until_it_is_asked_to_end_and_removes_its_address(engine, model, tmp_path):
