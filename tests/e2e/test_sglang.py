@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.contract.servers import NO_SGLANG, SGLANG
 
 from .live import LiveRun
 from .runs import FinishedRun, make_inputs, train
+from .versions import Versions, trained_samples
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not SGLANG.exists(), reason=NO_SGLANG)]
 MARK = "MEGATRON_RL_TEST_MARK"
@@ -72,10 +74,43 @@ def assert_trained(run: FinishedRun, steps: int) -> None:
 
 
 def test_three_steps_agree_to_the_last_digits_and_leave_nothing_behind(tmp_path: Path, inputs: Path, mark: str) -> None:
-    run = train(tmp_path / "run", inputs, "steps=3", *SHORT, timeout=900)
+    """Weights by a process group with the trainer, responses in segments."""
+    words = ("engine.weight_transport=broadcast", "rollout.segment_tokens=3")
+    run = train(tmp_path / "run", inputs, "steps=3", *SHORT, *words, timeout=900)
     assert run.code == 0, run.output
     assert_trained(run, 3)
     assert (run.folder / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    assert marked(mark) == []
+
+
+@pytest.mark.slow
+def test_shared_devices_and_kept_responses_mix_up_no_version(tmp_path: Path, inputs: Path, mark: str) -> None:
+    """Turns as SGLang saw them; tokens of a response that went on under new weights have each the weights' version."""
+    folder = tmp_path / "run"
+    words = (
+        "cluster.placement=colocated",
+        "engine.weight_transport=ipc",
+        "sft.data=null",  # a random model answers at random length
+        "rollout.partial_rollouts=true",
+        "rollout.oversample=2",
+        "rollout.max_response_tokens=96",
+        "rollout.segment_tokens=16",
+        "checkpoint.keep_last=100",
+        "optimizer.lr=1e-3",
+        "reward.workers=1",
+        "reward.components=[{name: 'tests.unit.rollout_hooks:even_count', correctness: true}]",
+    )
+    run = train(folder, inputs, "steps=4", *SHORT, *words, timeout=900)
+    assert run.code == 0, run.output
+    seen = re.findall(r'"POST /(\w+_memory_occupation) HTTP/1.1" 200', (folder / "logs" / "engine-0.log").read_text())
+    turn = ["release_memory_occupation", *2 * ["resume_memory_occupation"]]  # for weights, then for the KV cache
+    assert seen == [*turn, *4 * [*turn, *turn[:2]]]  # each step ends in a checkpoint, which borrows the KV cache
+    samples = trained_samples(folder)
+    mixed = [sample for sample in samples if len(sample.spans) > 1]
+    assert mixed
+    versions = Versions(folder, inputs / "model", tmp_path / "weights")
+    assert max(versions.error(sample) for sample in mixed) < 1e-5
+    assert min(versions.error(sample, older=1) for sample in mixed if sample.version_first) > 1e-3
     assert marked(mark) == []
 
 
