@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_rl.data import PromptTokenizer, TurnFrame
 from megatron_rl.policy.batch import SequenceBatch
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import PP2, layout, local_part, make_config
@@ -76,6 +77,24 @@ def test_log_probs_of_the_real_model_are_those_of_transformers(folder: Path) -> 
     batch, expected = transformers_log_probs(path, (1.0, 0.7))
     for found in run_ranks(2, megatron_log_probs, path, batch, timeout=600):
         assert np.abs(found - expected).max() <= 1e-4
+
+
+def test_what_follows_a_turn_is_as_the_real_template_has_it(folder: Path) -> None:
+    tokenizer = PromptTokenizer(folder / "model")
+    frame, (end,) = TurnFrame(tokenizer, "user"), tokenizer.eos_token_ids
+    follows = "<|im_end|>\n<|im_start|>user\n36<|im_end|>\n<|im_start|>assistant\n"
+    assert frame.tokens("36", [5]) == tokenizer.encode_text(follows) == [end, *frame.tokens("36", [end])]
+
+
+def test_a_countdown_step_with_a_calculator_on_a_real_model(folder: Path) -> None:
+    make_inputs(folder / "inputs", task="countdown", style="english", no_model=None)
+    config = ROOT / "configs" / "countdown_calculator.yaml"
+    run = train(folder / "calculator", folder, "steps=1", "eval.prompts=1", config=config, timeout=1000)
+    assert run.code == 0, run.output
+    (metrics,) = run.steps
+    assert metrics["gap/max_abs"] <= 1e-4
+    assert metrics["rollout/turns_max"] > 1
+    assert metrics["rollout/environment_errors"] == 0
 
 
 def test_two_countdown_steps_on_a_real_model(folder: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from megatron_rl.audit import cursor_of
+from megatron_rl.cli import app
 from megatron_rl.config import Config, ConfigError, dump, read_hf_config
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.data import DataError
@@ -62,6 +64,34 @@ def test_no_answer_is_asked_for_that_no_verifier_needs(tmp_path: Path, model: Pa
     file.write_text(json.dumps({"prompt": "2"}) + "\n")
     names = ("countdown_format", "tests.unit.rollout_hooks:even_count")
     check_inputs(config(tmp_path / "run", model, [], reward=reward(*names), data={"prompts": str(file)}))
+
+
+def test_an_environment_is_loaded_and_its_place_in_the_chat_template_looked_for(tmp_path: Path, model: Path) -> None:
+    hooks = "tests.unit.environment_hooks"
+
+    def checked(name: str, *components: str, **data: str) -> None:
+        rollout = {"environment": f"{hooks}:{name}"} if name else {}
+        names = components or ("tests.unit.rollout_hooks:even_count",)
+        check_inputs(config(tmp_path / "run", model, [], reward=reward(*names), rollout=rollout, data=data))
+
+    checked("Counts", "environment")
+    with pytest.raises(ConfigError, match=r"rollout\.environment='.*:Missing': .* has no 'Missing'"):
+        checked("Missing")
+    with pytest.raises(ConfigError, match="environment is what an environment gives for its turns; set rollout"):
+        checked("", "environment")
+    template = tmp_path / "first_message_only.jinja"
+    template.write_text("{{ messages[0].content }}=")
+    with pytest.raises(DataError, match="does not put a message of role 'tool' behind an answer"):
+        checked("Faulty", chat_template=str(template))
+
+
+def test_the_command_says_that_the_inputs_are_well_and_starts_nothing(tmp_path: Path, model: Path) -> None:
+    cfg = config(tmp_path / "run", model, [], reward=reward("tests.unit.rollout_hooks:even_count"))
+    (tmp_path / "mine.yaml").write_text(dump(cfg))
+    before = sorted((tmp_path / "run").rglob("*"))
+    said = CliRunner().invoke(app, ["preflight", str(tmp_path / "mine.yaml")])
+    assert (said.exit_code, said.output) == (0, "inputs: OK, 40 prompts (0 rejected as too long)\n")
+    assert sorted((tmp_path / "run").rglob("*")) == before
 
 
 def test_other_prompts_than_those_of_the_run_are_refused_whatever_its_config_says(tmp_path: Path, model: Path) -> None:
