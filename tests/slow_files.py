@@ -50,6 +50,22 @@ AREAS: dict[str, tuple[str, ...]] = {
         "megatron_rl/publisher.py",
         "megatron_rl/rollout/",
     ),
+    "tests/e2e/test_chaos.py": (
+        *_LOOP,
+        "megatron_rl/cluster/",
+        "megatron_rl/engines/embedded/",
+        "megatron_rl/publisher.py",
+        "megatron_rl/rollout/",
+        "megatron_rl/weights/transports/",
+    ),
+    "tests/e2e/test_colocated.py": (
+        *_LOOP,
+        "megatron_rl/cluster/turn.py",
+        "megatron_rl/colocation.py",
+        "megatron_rl/policy/offload.py",
+        "megatron_rl/publisher.py",
+        "megatron_rl/weights/transports/ipc.py",
+    ),
     "tests/e2e/test_layouts.py": (
         *_LOOP,
         "megatron_rl/config/parallel.py",
@@ -63,7 +79,12 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_smollm2.py": ("configs/smollm2", "megatron_rl/weights/", "tools/fetch_smollm2.py"),
     "tests/e2e/test_fresh_clone.py": ("constraints-cpu.txt", "launch/", "setup.py"),
     "tests/e2e/test_presets.py": ("megatron_rl/algorithms/", "megatron_rl/config/algorithm.py"),
-    "tests/e2e/test_sglang.py": ("megatron_rl/cluster/engine_", "megatron_rl/engines/"),
+    "tests/e2e/test_sglang.py": (
+        "megatron_rl/cluster/engine_",
+        "megatron_rl/colocation.py",
+        "megatron_rl/engines/",
+        "megatron_rl/publisher.py",
+    ),
     "tests/e2e/test_staging.py": (
         "megatron_rl/cluster/engine_",
         "megatron_rl/cluster/stag",
