@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.spec import LossSpec
+from tests.parallel import bad_numbers
+from tests.parallel.bad_numbers import SPEC, VOCAB, build, equal, prepared, weights_of
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import DP2, PP2, TP2, gradients, layout, local_part, make_batch, make_config
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
 
-VOCAB = 300
-SPEC = LossSpec()
 LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": DP2}
 SCENARIOS = (
     "masked_garbage",
@@ -45,43 +45,24 @@ def run_scenarios(path: str) -> dict[str, dict[str, Any]]:
     for name, parallel in LAYOUTS.items():
         cfg = make_config(path, parallel, algorithm={"kl_coef": 0.1}, optimizer={"max_skipped_steps": 2})
         with layout(cfg) as dp_rank:
-            found[name] = {scenario: globals()[f"_{scenario}"](cfg, dp_rank) for scenario in SCENARIOS}
+            found[name] = {scenario: _scenario(scenario)(cfg, dp_rank) for scenario in SCENARIOS}
     distributed.shutdown()
     return found
 
 
+def _scenario(name: str) -> Any:
+    return getattr(bad_numbers, name, None) or globals()[f"_{name}"]
+
+
 # ------------------------------------------------------------------------------------------ scenarios, within a rank
-
-
-def _policy(cfg: Any) -> Any:
-    from megatron_rl.policy.policy import Policy
-
-    return Policy.build(cfg)
-
-
-def _weights(policy: Any) -> list[Any]:
-    return [parameter.detach().clone() for chunk in policy.chunks for parameter in chunk.parameters()]
-
-
-def _equal(first: list[Any], second: list[Any]) -> bool:
-    return all(bool((a == b).all()) for a, b in zip(first, second, strict=True))
-
-
-def _prepared(cfg: Any, dp_rank: int, policy: Any) -> tuple[Any, Any, Any]:
-    """The whole batch, this rank's part with the policy's own old log-probs, and the plan."""
-    whole = make_batch(VOCAB)
-    batch, plan = local_part(whole, cfg, dp_rank)
-    log_probs = policy.log_probs(batch, plan).log_probs
-    batch = batch.with_arrays(old_log_probs=log_probs + np.float32(0.1), reference_log_probs=log_probs)
-    return whole, batch, plan
 
 
 def _masked_garbage(cfg: Any, dp_rank: int) -> Any:
     """Gradients with NaN, infinities and huge values at every masked position, and without."""
     found = []
     for garbage in (0.0, np.nan, np.inf, 1e30):
-        policy = _policy(cfg)
-        _, batch, plan = _prepared(cfg, dp_rank, policy)
+        policy = build(cfg)
+        _, batch, plan = prepared(cfg, dp_rank, policy)
         names = ("advantages", "weights", "old_log_probs", "reference_log_probs")
         batch = batch.with_arrays(
             **{n: np.where(batch.mask, getattr(batch, n), np.float32(garbage)) for n in names},
@@ -93,101 +74,25 @@ def _masked_garbage(cfg: Any, dp_rank: int) -> Any:
 
 
 def _all_masked(cfg: Any, dp_rank: int) -> Any:
-    policy = _policy(cfg)
-    before = _weights(policy)
-    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    policy = build(cfg)
+    before = weights_of(policy)
+    _, batch, plan = prepared(cfg, dp_rank, policy)
     batch = dataclasses.replace(batch, mask=np.zeros_like(batch.mask), weights=np.zeros_like(batch.weights))
     result = policy.train_step(batch, plan, SPEC)
     largest = max(float(np.abs(values).max()) for values in gradients(policy).values())
-    return {"result": result, "gradient": largest, "unchanged": _equal(before, _weights(policy))}
-
-
-def _non_finite(cfg: Any, dp_rank: int) -> Any:
-    """One bad value of one sample, which lives on one data-parallel rank only; then a good update."""
-    policy = _policy(cfg)
-    before = _weights(policy)
-    whole, batch, plan = _prepared(cfg, dp_rank, policy)
-    found: dict[str, Any] = {}
-    position = int(np.flatnonzero(whole.mask)[0])
-    sample = whole.sample_ids[int(np.searchsorted(whole.offsets, position, side="right")) - 1]
-    for name, value in (("old_log_probs", np.nan), ("old_log_probs", -np.inf), ("advantages", np.inf)):
-        bad = batch
-        if sample in batch.sample_ids:
-            array = getattr(batch, name).copy()
-            array[
-                batch.offsets[batch.sample_ids.index(sample)] + position - whole.offsets[whole.sample_ids.index(sample)]
-            ] = value
-            bad = batch.with_arrays(**{name: array})
-        result = policy.train_step(bad, plan, SPEC)
-        found[f"{name}={value}"] = (
-            result.skipped,
-            result.metrics["optimizer/skipped"],
-            _equal(before, _weights(policy)),
-        )
-        policy._skipped_in_a_row = 0
-    after = policy.train_step(batch, plan, SPEC)
-    found["recovers"] = (not after.skipped, np.isfinite(after.grad_norm), not _equal(before, _weights(policy)))
-    return found
-
-
-def _non_finite_of_every_loss(cfg: Any, dp_rank: int) -> Any:
-    """One bad advantage of one sample; the second skip in a row names it on every rank."""
-    from megatron_rl.policy.policy import PolicyError
-
-    policy = _policy(cfg)
-    before = _weights(policy)
-    whole, batch, plan = _prepared(cfg, dp_rank, policy)
-    sample = whole.sample_ids[int(np.flatnonzero(whole.trainable_counts)[0])]
-    bad = batch
-    if sample in batch.sample_ids:
-        first = batch.offsets[batch.sample_ids.index(sample)]
-        advantages = batch.advantages.copy()
-        advantages[first + np.flatnonzero(batch.mask[first:])[0]] = np.nan
-        bad = batch.with_arrays(advantages=advantages)
-    found: dict[str, Any] = {"expected": f"samples: {sample}. This was number 2 in a row"}
-    for kind in ("gspo", "gspo_token", "cispo", "sapo", "gmpo", "opmd"):
-        policy._skipped_in_a_row = 1
-        try:
-            policy.train_step(bad, plan, LossSpec(kind=kind, kl_coef=0.1))
-        except PolicyError as error:
-            found[kind] = (str(error), _equal(before, _weights(policy)))
-    return found
-
-
-def _gradient_overflow(cfg: Any, dp_rank: int) -> Any:
-    """Everything that the loss reads is finite, but its gradient is not."""
-    policy = _policy(cfg)
-    before = _weights(policy)
-    _, batch, plan = _prepared(cfg, dp_rank, policy)
-    huge = batch.with_arrays(weights=batch.weights * np.float32(1e36), advantages=batch.advantages * np.float32(1e10))
-    result = policy.train_step(huge, plan, SPEC)
-    return result.skipped, _equal(before, _weights(policy))
-
-
-def _too_many_skipped(cfg: Any, dp_rank: int) -> Any:
-    from megatron_rl.policy.policy import PolicyError
-
-    policy = _policy(cfg)
-    _, batch, plan = _prepared(cfg, dp_rank, policy)
-    bad = batch.with_arrays(advantages=np.full_like(batch.advantages, np.nan))
-    policy.train_step(bad, plan, SPEC)
-    try:
-        policy.train_step(bad, plan, SPEC)
-    except PolicyError as error:
-        return str(error)
-    return "no error"
+    return {"result": result, "gradient": largest, "unchanged": equal(before, weights_of(policy))}
 
 
 def _learning_rate(cfg: Any, dp_rank: int) -> Any:
-    policy = _policy(cfg)
-    _, batch, plan = _prepared(cfg, dp_rank, policy)
-    before = _weights(policy)
+    policy = build(cfg)
+    _, batch, plan = prepared(cfg, dp_rank, policy)
+    before = weights_of(policy)
     policy.set_learning_rate(0.0)
     result = policy.train_step(batch, plan, SPEC)
-    frozen = _equal(before, _weights(policy))
+    frozen = equal(before, weights_of(policy))
     policy.set_learning_rate(0.5)
     policy.train_step(batch, plan, SPEC)
-    largest = max(float((a - b).abs().max()) for a, b in zip(before, _weights(policy), strict=True))
+    largest = max(float((a - b).abs().max()) for a, b in zip(before, weights_of(policy), strict=True))
     return result.metrics["optimizer/lr"], frozen, largest
 
 
@@ -195,8 +100,8 @@ def _reset(cfg: Any, dp_rank: int) -> Any:
     """After `reset_optimizer`, updates are those of a policy that starts from the same weights."""
     import torch
 
-    used, fresh = _policy(cfg), _policy(cfg)
-    _, batch, plan = _prepared(cfg, dp_rank, used)
+    used, fresh = build(cfg), build(cfg)
+    _, batch, plan = prepared(cfg, dp_rank, used)
     for seed in range(3):
         other, other_plan = local_part(make_batch(VOCAB, seed=seed + 10), cfg, dp_rank)
         used.sft_step(other, other_plan, 1e-3)
@@ -209,21 +114,21 @@ def _reset(cfg: Any, dp_rank: int) -> Any:
         policy.set_learning_rate(1e-3)
         for _ in range(2):
             policy.train_step(batch, plan, SPEC)
-    return _equal(_weights(used), _weights(fresh))
+    return equal(weights_of(used), weights_of(fresh))
 
 
 def _reference(cfg: Any, dp_rank: int) -> Any:
-    policy = _policy(cfg)
-    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    policy = build(cfg)
+    _, batch, plan = prepared(cfg, dp_rank, policy)
     found: dict[str, Any] = {}
     at_start = policy.log_probs(batch, plan).log_probs
     policy.freeze_reference()
     policy.train_step(batch, plan, SPEC)
-    before, trained = _weights(policy), policy.log_probs(batch, plan).log_probs
+    before, trained = weights_of(policy), policy.log_probs(batch, plan).log_probs
     reference = policy.reference_log_probs(batch, plan)
     found["is_the_start"] = np.array_equal(reference, at_start)
     found["differs_from_the_trained"] = float(np.abs(reference - trained)[batch.mask].max(initial=0))
-    found["comes_back"] = _equal(before, _weights(policy))
+    found["comes_back"] = equal(before, weights_of(policy))
     found["log_probs_come_back"] = np.array_equal(trained, policy.log_probs(batch, plan).log_probs)
     policy.reference._host[0].fill_(0.5)  # a further pass would see this
     found["cached"] = np.array_equal(policy.reference_log_probs(batch, plan), reference)
@@ -235,7 +140,7 @@ def _reference(cfg: Any, dp_rank: int) -> Any:
 
 def _one_sample(cfg: Any, dp_rank: int) -> Any:
     """A batch of one sample leaves the second replica with none: it takes part in every pass all the same."""
-    policy = _policy(cfg)
+    policy = build(cfg)
     policy.freeze_reference()
     batch, plan = local_part(make_batch(VOCAB).select([0]), cfg, dp_rank)
     old = policy.log_probs(batch, plan).log_probs
@@ -245,7 +150,7 @@ def _one_sample(cfg: Any, dp_rank: int) -> Any:
 
 
 def _warm_up(cfg: Any, dp_rank: int) -> Any:
-    policy = _policy(cfg)
+    policy = build(cfg)
     batch, plan = local_part(make_batch(VOCAB), cfg, dp_rank)
     log_probs = policy.log_probs(batch, plan).log_probs.astype(np.float64)
     expected = float(-(log_probs * batch.weights).sum())
@@ -258,8 +163,8 @@ def _clipping(cfg: Any, dp_rank: int) -> Any:
     norms = []
     for clip_grad in (0.0, 1e-3):
         clipped = cfg.model_copy(update={"optimizer": cfg.optimizer.model_copy(update={"clip_grad": clip_grad})})
-        policy = _policy(clipped)
-        _, batch, plan = _prepared(cfg, dp_rank, policy)
+        policy = build(clipped)
+        _, batch, plan = prepared(cfg, dp_rank, policy)
         result = policy.train_step(batch, plan, SPEC)
         norms.append((result.grad_norm, policy.optimizer.gradient_norm()))
     return norms
@@ -268,12 +173,12 @@ def _clipping(cfg: Any, dp_rank: int) -> Any:
 def _weight_decay(cfg: Any, dp_rank: int) -> Any:
     """With a gradient of zero only the decay moves the weights: the factor of each, by its number of dimensions."""
     optimizer = cfg.optimizer.model_copy(update={"weight_decay": 0.5})
-    policy = _policy(cfg.model_copy(update={"optimizer": optimizer}))
-    before = _weights(policy)
-    _, batch, plan = _prepared(cfg, dp_rank, policy)
+    policy = build(cfg.model_copy(update={"optimizer": optimizer}))
+    before = weights_of(policy)
+    _, batch, plan = prepared(cfg, dp_rank, policy)
     policy.set_learning_rate(0.1)
     policy.train_step(batch.with_arrays(weights=np.zeros_like(batch.weights)), plan, SPEC)
-    pairs = list(zip(before, _weights(policy), strict=True))
+    pairs = list(zip(before, weights_of(policy), strict=True))
     return {d: [float(new.sum() / old.sum()) for old, new in pairs if (old.dim() > 1) is d] for d in (False, True)}
 
 
