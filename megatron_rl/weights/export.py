@@ -92,14 +92,19 @@ def export_buckets(plan: ExportPlan, device: torch.device | str | None) -> Itera
     parameters = iter(plan.stage)
     for number, bucket in enumerate(plan.buckets):
         flat = buffers[number % 2] if buffers else None
-        targets = [None] * len(bucket.tensors) if flat is None else bucket.views(flat)
+        targets = None if flat is None else bucket.views(flat)
         filled = 0
-        while filled < len(targets):
-            for tensor in _whole(next(parameters), plan.hf):
-                if (target := targets[filled]) is not None:
-                    target.copy_(tensor)
-                filled += 1
+        while filled < len(bucket.tensors):
+            filled += _put(next(parameters), plan.hf, None if targets is None else targets[filled:])
         yield bucket, flat
+
+
+def _put(mapped: Mapped, hf: HfConfig, targets: Sequence[Tensor] | None) -> int:
+    """Copy a parameter's tensors to the first of `targets`; how many they are. Nothing of them is left behind."""
+    tensors = _whole(mapped, hf)
+    for target, tensor in zip(targets or [], tensors, strict=False):
+        target.copy_(tensor)
+    return len(tensors)
 
 
 def _exported(chunks: Sequence[Any], hf: HfConfig) -> Iterator[Mapped]:
@@ -139,5 +144,12 @@ def _gather(parameter: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     if size == 1:
         return [parameter]
     gathered = parameter.new_empty((size * parameter.shape[0], *parameter.shape[1:]))
-    dist.all_gather_into_tensor(gathered, parameter.contiguous(), group=group)
-    return list(gathered.chunk(size))
+    parts = list(gathered.chunk(size))
+    if dist.get_backend(group) == "gloo":
+        # Its all_gather would make a second copy of everything.
+        parts[dist.get_rank(group)].copy_(parameter)
+        for source, part in zip(dist.get_process_group_ranks(group), parts, strict=True):
+            dist.broadcast(part, src=source, group=group)
+    else:
+        dist.all_gather_into_tensor(gathered, parameter.contiguous(), group=group)
+    return parts

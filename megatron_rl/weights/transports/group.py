@@ -104,16 +104,12 @@ class UpdateGroup:
             self._await(sent, calls, deadline, "a bucket of weights", interrupted)
 
     def close(self) -> None:
-        """Leave the group, and have the engines leave it. What an engine says to that is of no interest."""
-        if self.failed is None:
-            calls = self._engines.post(
-                "/destroy_weights_update_group",
-                {url: {"group_name": self.name} for url in self.urls},
-                self._timeout_s,
-            )
-            deadline = time.monotonic() + self._timeout_s
-            while not calls.done and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+        """Leave the group, and have the engines leave it; what they say to that is of no interest."""
+        bodies = {url: {"group_name": self.name} for url in self.urls}
+        calls = self._engines.post("/destroy_weights_update_group", bodies, self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        while self.failed is None and not calls.done and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # one that has failed may hang: it hears of it when it can
         self._leave()
 
     def _await(
