@@ -46,6 +46,12 @@ def test_the_asynchronous_example_is_valid(tmp_path: Path) -> None:
     assert cfg.algorithm.corrections == ["tis"]
 
 
+def test_the_settings_of_weight_updates_are_shown_with_their_defaults(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(blocks("configuration.md", "yaml")[0])
+    (tmp_path / "weights.yaml").write_text("extends: mine.yaml\n" + blocks("weights.md", "yaml")[0])
+    assert load_config(tmp_path / "weights.yaml").engine == load_config(tmp_path / "mine.yaml").engine
+
+
 def test_the_configurations_that_are_shown_can_be_shown() -> None:
     commands = re.findall(r"^megatron-rl config (configs/.*)$", (DOCS / "configuration.md").read_text("utf-8"), re.M)
     assert len(commands) >= 2
