@@ -244,6 +244,19 @@ def _weight_transport(cfg: Config) -> Iterator[str]:
             "engine.weight_transport=ipc: engines get handles of the trainer's memory and must share its devices; use "
             "cluster.placement=colocated, or weight_transport=broadcast"
         )
+    shared, ranks = e.replicas * e.tp, cfg.parallel.world_size or 1
+    may_share_gpus = e.kind == "sglang" and cfg.cluster.device != "cpu" and cfg.cluster.placement == "colocated"
+    without = "(or cluster.device=cpu on a machine without GPUs)"
+    if e.weight_transport == "broadcast" and may_share_gpus:
+        yield (
+            "engine.weight_transport=broadcast with cluster.placement=colocated: NCCL admits no two ranks on one "
+            f"device; use weight_transport=ipc or auto {without}"
+        )
+    if e.weight_transport == "ipc" and may_share_gpus and shared > ranks:
+        yield (
+            f"engine.weight_transport=ipc: engine.replicas={e.replicas} x engine.tp={e.tp} = {shared} devices are more "
+            f"than the {ranks} of the trainer; lower one of them {without}"
+        )
     if e.stage_in_memory and (e.weight_transport in ("broadcast", "ipc") or e.urls):
         other = "engine.urls" if e.urls else f"engine.weight_transport={e.weight_transport}"
         yield f"engine.stage_in_memory=true belongs to the disk transport of engines that the run starts, not {other}"
