@@ -22,9 +22,11 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +44,7 @@ from aiohttp import web
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_rl.cluster.processes import die_with_parent  # noqa: E402
 from megatron_rl.config import Config, validate  # noqa: E402
 from megatron_rl.data.quickstart import Quickstart, write_quickstart  # noqa: E402
 from megatron_rl.rewards import RewardPool  # noqa: E402
@@ -186,6 +189,7 @@ def _write_inputs(inputs: Path, prompts: int, layers: int) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "head_dim": 8}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "layer_types": None}
     wanted = config.to_dict() | sizes | heads | {"max_position_embeddings": CONTEXT, "eos_token_id": None}
+    transformers.utils.logging.disable_progress_bar()
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**wanted))
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
@@ -255,7 +259,8 @@ def _started(model: Path, place: Path) -> Iterator[subprocess.Popen]:
     command += ["--endpoint-file", str(place.with_suffix(".json")), "--num-threads", "1", "--weight-version", "0"]
     command += ["--max-running-requests", "1024"]
     with place.with_suffix(".log").open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        orphan = functools.partial(die_with_parent, signal.SIGTERM)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=orphan)
         try:
             yield process
         finally:
