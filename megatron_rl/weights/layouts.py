@@ -146,6 +146,8 @@ class GateUp:
         return torch.cat([_row_block(source, shard) for source in sources])
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
+        if len(shards) == 1:
+            return list(shards[0].chunk(2))
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
 
@@ -178,7 +180,8 @@ class QueryKeyValue:
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
         queries = hf.num_attention_heads // hf.num_query_groups * hf.head_dim
-        whole = torch.cat(list(shards)).unflatten(0, (hf.num_query_groups, -1))
+        joined = shards[0] if len(shards) == 1 else torch.cat(list(shards))
+        whole = joined.unflatten(0, (hf.num_query_groups, -1))
         return [part.flatten(0, 1) for part in whole.split([queries, hf.head_dim, hf.head_dim], dim=1)]
 
     def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
