@@ -37,6 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+READ_AHEAD = 16 * 2**20
+"""Bytes that the kernel is asked to fetch beyond a read, meanwhile."""
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 * 2**20
 """As the reference implementation: a longer one is not a header but a damaged file."""
@@ -96,6 +98,8 @@ def read_elements(file: Path, offset: int, first: int, count: int, dtype: torch.
             if got == 0:
                 raise WeightsError(f"{file}: ends at byte {position}, in the middle of a tensor; copy the file again")
             view, position = view[got:], position + got
+        # What comes next in the file is mostly what is asked for next.
+        os.posix_fadvise(descriptor, position, READ_AHEAD, os.POSIX_FADV_WILLNEED)
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read at byte {position} ({error.strerror})") from error
     finally:

@@ -275,5 +275,5 @@ def test_options_that_do_not_fit_are_refused(hf: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "larger", hidden_size=20)
     with pytest.raises(WeightsError, match="these are different models"):
         actions.average([source, open_checkpoint(tmp_path / "larger")], [1.0, 1.0], out)
-    with pytest.raises(WeightsError, match="--max-memory=1 MiB: at least 256 MiB"):
+    with pytest.raises(WeightsError, match="--max-memory=1 MiB: at least 128 MiB"):
         actions.cast(source, out, torch.bfloat16).run(job.Options(2**20), Silent())

@@ -16,9 +16,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +32,7 @@ from megatron_rl.weights.convert.tensors import BLOCK_BYTES, Rows, blocks, size_
 
 JOURNAL = "journal.json"
 LEAST_MEMORY = 8 * BLOCK_BYTES
-"""Blocks in flight: read ahead, joined from parts, on their way out."""
+"""A block is several times in memory: its parts, joined, cast, cut into columns. More would not be faster."""
 _RESERVE = 64 * 2**20
 """Bytes of disk beyond the tensors: headers, an index, the tokenizer."""
 
@@ -248,7 +246,7 @@ def _write(target: Target, file: PlannedFile, staging: Path, options: Options, p
     with open(partial, "wb", buffering=0) as raw:
         stream = _Hashing(_Whole(raw))  # type: ignore[arg-type]
         writer = target.writer(file, stream)  # type: ignore[arg-type]
-        for tensor, begin, data in _read_ahead(file.tensors, options.max_memory):
+        for tensor, begin, data in _all_blocks(file.tensors):
             if not _is_finite(data) and tensor.name not in not_finite:
                 if not options.allow_nan:
                     raise WeightsError(
@@ -285,28 +283,15 @@ class _Whole:
         """Nothing is held back."""
 
 
-def _read_ahead(tensors: Sequence[Rows], max_memory: int) -> Iterator[tuple[Rows, int, Tensor]]:
-    """All blocks of all tensors, in order; a thread reads while the caller writes."""
-    # A block may be three times in memory while it is made: its parts, joined, and cast.
-    depth = min(8, max_memory // BLOCK_BYTES - 5)
-    waiting: deque[tuple[Rows, int, Future[Tensor]]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
-        try:
-            for tensor in tensors:
-                for begin, end in blocks(tensor):
-                    waiting.append((tensor, begin, pool.submit(tensor.rows, begin, end)))
-                    if len(waiting) >= depth:
-                        yield _first(waiting)
-            while waiting:
-                yield _first(waiting)
-        finally:
-            for _, _, future in waiting:
-                future.cancel()
+def _all_blocks(tensors: Sequence[Rows]) -> Iterator[tuple[Rows, int, Tensor]]:
+    """All blocks of all tensors, in order.
 
-
-def _first(waiting: deque[tuple[Rows, int, Future[Tensor]]]) -> tuple[Rows, int, Tensor]:
-    tensor, begin, future = waiting.popleft()
-    return tensor, begin, future.result()
+    No thread reads ahead: the kernel is asked to (`read_elements`), and a second thread would keep freed memory of its
+    own, several times what the blocks take.
+    """
+    for tensor in tensors:
+        for begin, end in blocks(tensor):
+            yield tensor, begin, tensor.rows(begin, end)
 
 
 def _is_finite(data: Tensor) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What weights may be made of."""
-BLOCK_BYTES = 32 * 2**20
-"""Read, checked and written at a time; past this size disks do not get faster."""
+BLOCK_BYTES = 16 * 2**20
+"""Read, checked and written at a time. Larger blocks do not stay in the allocator, and cost page faults every time."""
 
 
 class Rows(Protocol):
