@@ -49,8 +49,11 @@ def engine(folder: Path, model: Path, dtype: str) -> Iterator[str]:
 
 
 @contextmanager
-def between(url: str, change: Change) -> Iterator[str]:
-    """The URL of a server that passes everything on to the engine at `url`, requests to generate after `change`."""
+def between(url: str, change: Change, offset: float = 0.0) -> Iterator[str]:
+    """The URL of a server that passes everything on to the engine at `url`, requests to generate after `change`.
+
+    `offset` is added to all log-probs that come back.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -69,6 +72,8 @@ def between(url: str, change: Change) -> Iterator[str]:
             request = urllib.request.Request(url + self.path, body, {"Content-Type": "application/json"})
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
                 content = answer.read()
+            if self.path == "/generate" and offset:
+                content = json.dumps([shifted(one, offset) for one in json.loads(content)]).encode()
             self.send_response(answer.status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
@@ -86,6 +91,15 @@ def between(url: str, change: Change) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def shifted(answer: dict[str, Any], offset: float) -> dict[str, Any]:
+    """As from an engine whose softmax counts more entries than there are."""
+    for name in ("output_token_logprobs", "input_token_logprobs"):
+        for entry in answer["meta_info"].get(name) or ():
+            if entry[0] is not None:
+                entry[0] += offset
+    return answer
 
 
 def sampling(**values: Any) -> Change:
@@ -156,6 +170,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evidence]:
         urls = {"agrees": right, "dtype": stack.enter_context(engine(folder, model, "bfloat16"))}
         changes = {"temperature": sampling(temperature=0.5), "top-p": sampling(top_p=0.7), "tokens": cut}
         urls |= {name: stack.enter_context(between(right, change)) for name, change in changes.items()}
+        urls["vocabulary"] = stack.enter_context(between(right, sampling(), offset=-0.25))
         urls |= {"weights": right, "agrees again": right}
         ranks = run_ranks(2, examined, str(folder), str(model), str(folder / "other"), urls)
     assert ranks[0] == ranks[1]
@@ -201,6 +216,12 @@ def test_other_weights_are_told_by_reading_them_again(found: dict[str, Evidence]
     assert cause.name == "weights"
     assert "1 parameters changed" in cause.says
     assert "layers.1.mlp.up_proj" in cause.says
+
+
+def test_a_softmax_over_other_entries_is_told_by_the_same_difference_everywhere(found: dict[str, Evidence]) -> None:
+    (cause,) = causes(found["vocabulary"])
+    assert cause.name == "vocabulary"
+    assert "nearly the same +0.25" in cause.says
 
 
 def test_another_number_format_is_told_by_rounding_the_trainers_weights(found: dict[str, Evidence]) -> None:
