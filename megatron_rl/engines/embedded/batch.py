@@ -120,9 +120,10 @@ class Batch:
             for i in ended
         }
 
-    def cached(self, row: int) -> int:
-        """Tokens of a row that are in the cache."""
-        return int(self._rows["position"][row])
+    def cached(self, row: int) -> Tokens:
+        """Tokens of a row that are in the cache: all but the last one, int64 [T - 1]."""
+        output = self._tokens[row, : self._rows["generated"][row]]
+        return np.concatenate((self.requests[row].prompt, output))[:-1]
 
     def generated(self, row: int) -> int:
         """Output tokens of a row so far."""

@@ -222,14 +222,11 @@ class Scheduler:
         if broken:
             self._decoder.wipe(np.array(broken))
         ended = [(self._batch.requests[row], reason) for row, reason in reasons.items()]
-        parked = [
-            (self._batch.requests[row], self._decoder.save(row, self._batch.cached(row)))
-            for row, reason in reasons.items()
-            if reason["type"] in ("length", "abort") and not reason.get("status_code")
-        ]
+        for row, reason in reasons.items():
+            if reason["type"] in ("length", "abort") and row not in broken:
+                cached = self._batch.cached(row)
+                self._parked.put(cached, self._decoder.save(row, len(cached)))
         self._drop(rows)
-        for request, saved in parked:
-            self._parked.put(request.tokens[:-1], saved)
         self._finish(ended)
 
     def _drop(self, rows: np.ndarray) -> None:
