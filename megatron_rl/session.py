@@ -273,6 +273,7 @@ class Session:
         while (needy := self.rollouts.wait(step, self._is_terminated, self._stop_arrives)) is None or needy:
             if needy is None:
                 raise StopRequested
+            log.info("weights %d once more, for %s", step, ", ".join(needy))
             self._serve(step, {*self.serving, *self._publisher.repair(needy)})
         if self._devices.are_shared:
             self.wait_for_engines(step + 1)

@@ -129,3 +129,23 @@ def test_whoever_is_killed_in_whichever_mode_the_books_are_whole(
     policy_masks = "mask_stale_tokens" in " ".join(words)
     assert_whole(folder, 8, 8 if policy_masks else STALENESS.get(mode, 2))
     assert max(row["rollout/staleness_share_over"] - row["rollout/stale_masked_fraction"] for row in resumed.steps) <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+def test_an_engine_that_comes_back_without_the_weights_is_given_them_by_the_trainer(
+    mode: str, tmp_path: Path, inputs: Path
+) -> None:
+    """Nothing but the first weights is on the disk: an engine that starts in mid-run holds those."""
+    folder, words = tmp_path / "run", ("steps=8", *SHORT, "engine.weight_transport=broadcast", *MODES.get(mode, ()))
+    with LiveRun(folder, inputs, *words) as run:
+        run.wait_for_step(3)
+        run.send(signal.SIGSTOP, "controller")  # the trainer waits for it, and publishes nothing meanwhile
+        run.send(signal.SIGKILL, "engine")
+        engine = folder / "logs" / "engine-0.log"
+        run.wait_until("the engine to be back", lambda: engine.read_text().count("engine ready at") > 1)
+        run.send(signal.SIGCONT, "controller")
+        assert run.end() == 0, run.output
+    if mode == "sync":  # else there may be rollouts enough to get to the next update
+        assert "once more, for http://" in (folder / "logs" / "trainer-0.log").read_text()
+    assert_whole(folder, 8, STALENESS.get(mode, 2) if mode in MODES else 0)
