@@ -36,7 +36,7 @@ import torch
 from tools.bench_common import load_average, spread
 
 ROOT = Path(__file__).resolve().parents[1]
-HIDDEN, FFN, VOCAB = 2048, 8192, 512
+HIDDEN, FFN, VOCAB = 1024, 4096, 512
 START_S, TIMEOUT_S = 300.0, 120.0
 MIB = 2**20
 
@@ -70,15 +70,15 @@ def model_of(folder: Path, mib: int) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def sglang_servers(python: Path, model: Path, folder: Path, count: int = 2) -> Iterator[list[str]]:
-    """Real servers, ready; ended with all their processes."""
+def servers(engine: str, python: Path, model: Path, folder: Path, count: int = 2) -> Iterator[list[str]]:
+    """Addresses of servers that are ready; they are ended with all their processes."""
     from megatron_rl.cluster.ports import free_port
 
     ports = [free_port() for _ in range(count)]
     started = []
     for port in ports:
-        argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--model", str(model), "--engine", "sglang"]
-        argv += ["--dtype", "float32", "--python", str(python), "--port", str(port)]
+        argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--model", str(model), "--engine", engine]
+        argv += ["--dtype", "float32", "--port", str(port), *(["--python", str(python)] if engine == "sglang" else [])]
         with open(folder / f"server-{port}.log", "wb") as log:
             started.append(subprocess.Popen(argv, stdout=log, stderr=log, cwd=ROOT))
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -306,19 +306,21 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="weights, at least")
     parser.add_argument("--bucket-mib", type=int, default=64, help="engine.bucket_mib")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang", help="what serves")
     parser.add_argument("--python", type=Path, default=None, help="interpreter of SGLang's environment")
     parser.add_argument("--folder", type=Path, default=None, help="for files; default: a temporary one")
     words = parser.parse_args()
     python = words.python or Path(os.environ.get("MEGATRON_RL_SGLANG_PYTHON") or find_python(None))
-    if not python.exists():
+    if words.engine == "sglang" and not python.exists():
         sys.exit(f"{python}: no SGLang there; launch/install_sglang.sh installs it")
     with tempfile.TemporaryDirectory(dir=words.folder) as name:
         folder = Path(name)
         model, size = model_of(folder / "model", words.mib)
         bucket = words.bucket_mib * MIB
-        print(f"{size / 1e6:.0f} MB float32 to two SGLang servers, buckets of {words.bucket_mib} MiB; {load_average()}")
+        what = f"{size / 1e6:.0f} MB float32 to two servers ({words.engine}), buckets of {words.bucket_mib} MiB"
+        print(f"{what}; {load_average()}", flush=True)
         bare = Bare(size, words.rounds + 1)
-        with sglang_servers(python, model, folder) as urls:
+        with servers(words.engine, python, model, folder) as urls:
             trainer = open_trainer(model, urls, words.bucket_mib)
             ours, raw, whole, peak = compare_broadcast(trainer, bare, words.rounds)
             bare.close()
@@ -328,6 +330,7 @@ def main() -> None:
             ours, raw, peak = compare_disk(trainer, model, folder, words.bucket_mib, words.rounds)
             ratios["disk"] = report("disk, written and loaded twice", ours, raw, size, 0.7)
             print(f"  peak extra memory of the writer: {peak / bucket:.2f} buckets (two are allowed)")
+            trainer.control.close()
         print(f"{load_average()}")
         print("RESULT " + json.dumps({name: round(ratio, 3) for name, ratio in ratios.items()}))
 
