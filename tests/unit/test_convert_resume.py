@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.weights import WeightsError
-from megatron_rl.weights.convert import actions, job
+from megatron_rl.config import read_hf_config
+from megatron_rl.weights import WeightsError, safetensors_file
+from megatron_rl.weights.convert import actions, job, torch_dist
 from megatron_rl.weights.convert.actions import Conversion
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
 from megatron_rl.weights.convert.tensors import size_of
+from megatron_rl.weights.families import family_of
 from megatron_rl.weights.safetensors_file import header_of
 from tests.convert_models import Silent, contents, convert, write_config, write_model
 
@@ -197,3 +199,21 @@ def test_progress_counts_every_byte_once_also_when_resuming(
     plan, progress = TOOLS["cast"](inputs, tmp_path / "out"), Silent()
     plan.run(job.Options(job.LEAST_MEMORY), progress)
     assert progress.size == plan.size
+
+
+@pytest.mark.parametrize("tool", ["hf-to-megatron", "megatron-to-hf", "cast"])
+def test_every_number_of_the_source_is_read_once(
+    tool: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, read = TOOLS[tool](inputs, tmp_path / "out"), [0]
+    original = safetensors_file.read_elements
+
+    def counting(file: Path, offset: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        read[0] += count * dtype.itemsize if dtype.is_floating_point else 0  # not the archives' directories
+        return original(file, offset, first, count, dtype)
+
+    for module in (safetensors_file, torch_dist):
+        monkeypatch.setattr(module, "read_elements", counting)
+    convert(plan)
+    hf = read_hf_config(inputs / "hf")
+    assert read[0] == 4 * sum(torch.Size(shape).numel() for shape in family_of(hf).hf_shapes(hf).values())
