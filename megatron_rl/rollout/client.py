@@ -121,7 +121,7 @@ class EngineClient:
         """
         each = [settings] * len(samples) if isinstance(settings, SamplingSettings) else settings
         jobs = [Job(s, wanted, self._limits) for s, wanted in zip(samples, each, strict=True) if not s.finished]
-        require_prompts([job.sample for job in jobs], self._vocab_size)
+        require_prompts({id(s.prompt_tokens): s for s in samples}.values(), self._vocab_size)  # a group shares one
         fresh = [job for job in jobs if not job.sample.response_length]
         begun = [[job] for job in jobs if job.sample.response_length]
         parts = [fresh, *begun] if fresh else begun
@@ -261,6 +261,8 @@ class EngineClient:
 
 class Job:
     """One response that is being generated."""
+
+    __slots__ = ("_asked", "_failing_since", "_failures", "_limits", "_settings", "sample")
 
     def __init__(self, sample: Sample, settings: SamplingSettings, limits: Limits) -> None:
         self.sample, self._settings, self._limits = sample, settings, limits

@@ -22,7 +22,6 @@ from .protocol import (
 from .session import error_text, open_session
 
 ABORT_TIMEOUT_S = 5.0
-_JSON = {"Content-Type": "application/json"}
 
 
 class Exchange(Protocol):
@@ -74,7 +73,7 @@ class HttpExchange:
     async def _post(self, url: str, body: bytes) -> bytes:
         assert self._session is not None, "HttpExchange is used outside `async with`"
         try:
-            async with self._session.post(f"{url}/generate", data=body, headers=_JSON) as response:
+            async with self._session.post(f"{url}/generate", data=body) as response:
                 answer = await response.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise TransportError(f"engine {url}: /generate: {type(error).__name__}: {error}; is it running?") from error

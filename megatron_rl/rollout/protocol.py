@@ -6,13 +6,14 @@ An answer is either understood as a whole or refused with one `ProtocolError` th
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
+from .arrays import usual_answers
 from .sample import LogProbs, Sample, Span, Tokens
 
 INITIAL_VERSION = "default"
@@ -51,8 +52,7 @@ class SamplingSettings:
     min_p: float = 0.0
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One sequence to go on with: `rid` names the request, `tokens` int64 [P], at most `max_new_tokens` follow."""
 
     rid: str
@@ -62,8 +62,7 @@ class Prompt:
     settings: SamplingSettings
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(NamedTuple):
     """An engine's answer: tokens int64 [R], log_probs float32 [R] at the sampling temperature, spans over [0, R).
 
     `finish_reason` is stop, length or abort; `message` is what the engine says of an abort, which may leave R = 0.
@@ -76,7 +75,7 @@ class Generation:
     message: str = ""
 
 
-def require_prompts(samples: Sequence[Sample], vocab_size: int) -> None:
+def require_prompts(samples: Iterable[Sample], vocab_size: int) -> None:
     """Refuse what a real SGLang does not check and dies of.
 
     Raises:
@@ -86,12 +85,20 @@ def require_prompts(samples: Sequence[Sample], vocab_size: int) -> None:
         tokens = sample.prompt_tokens
         if len(tokens) == 0:
             raise EngineError(f"{sample.id} has no prompt tokens; is the chat template of the model empty?")
-        lowest, highest = int(tokens.min()), int(tokens.max())
-        if lowest < 0 or highest >= vocab_size:
+        if not _within(tokens, vocab_size):
             raise EngineError(
-                f"{sample.id} has the prompt token {highest if highest >= vocab_size else lowest}, outside the "
-                f"model's vocabulary of {vocab_size}; do tokenizer and model belong together?"
+                f"{sample.id} has the prompt token {_outside(tokens, vocab_size)}, outside the model's vocabulary of "
+                f"{vocab_size}; do tokenizer and model belong together?"
             )
+
+
+def _within(tokens: Tokens, vocab_size: int) -> bool:
+    """Negative ones count as very large."""
+    return bool(tokens.view(np.uint64).max() < vocab_size)
+
+
+def _outside(tokens: Tokens, vocab_size: int) -> int:
+    return int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
 
 
 def generate_request(prompts: Sequence[Prompt]) -> bytes:
@@ -131,6 +138,12 @@ def parse_generations(body: bytes, prompts: Sequence[Prompt], *, url: str, vocab
             NaN or infinite, a response that is empty or longer than asked for, or token ids outside the vocabulary.
         GenerationAborted: the engine gave a sequence up with a status of its own.
     """
+    usual = usual_answers(body, [prompt.max_new_tokens for prompt in prompts], vocab_size)
+    if usual is not None:
+        return [
+            Generation(tokens, log_probs, _Reader(url, prompt.rid).spans(versions, len(tokens)), reason)
+            for (tokens, log_probs, versions, reason), prompt in zip(usual, prompts, strict=True)
+        ]
     # A parsed answer has a small list per token, none of it garbage: looking through them took most of the time.
     enabled = gc.isenabled()
     gc.disable()
@@ -162,15 +175,14 @@ def parse_version(label: Any) -> int:
     return 0 if label == INITIAL_VERSION else int(label)
 
 
-@dataclass(frozen=True)
-class _Reader:
+class _Reader(NamedTuple):
     url: str
     rid: str
 
     def generation(self, answer: Any, max_new_tokens: int, vocab_size: int) -> Generation:
         meta = self._field(answer, "meta_info", dict)
         reason = self._field(meta, "finish_reason", dict, "meta_info.")
-        kind = self._field(reason, "type", str, "meta_info.finish_reason.")
+        kind: str = self._field(reason, "type", str, "meta_info.finish_reason.")
         if kind == "abort" and reason.get("status_code"):
             raise GenerationAborted(
                 f"engine {self.url}: {self.rid} ended with status {reason['status_code']}: {reason.get('message')}"
@@ -194,11 +206,11 @@ class _Reader:
             raise self._wrong(
                 "output_ids", f"has {len(tokens)} tokens, but max_new_tokens={max_new_tokens} was asked for"
             )
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
-            outside = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        if len(tokens) and not _within(tokens, vocab_size):
             raise self._wrong(
                 "output_ids",
-                f"holds id {outside}, outside the vocabulary of {vocab_size}; does this engine serve another model?",
+                f"holds id {_outside(tokens, vocab_size)}, outside the vocabulary of {vocab_size}; does this engine "
+                "serve another model?",
             )
         return tokens
 
@@ -227,6 +239,10 @@ class _Reader:
         entries = meta.get("weight_versions")
         if entries is None:
             entries = [{"version": self._field(meta, "weight_version", str, "meta_info."), "start": 0, "end": length}]
+        return self.spans(entries, length)
+
+    def spans(self, entries: Any, length: int) -> list[Span]:
+        """Those of `length` tokens. Raises ProtocolError."""
         try:
             spans = [Span(parse_version(e["version"]), e["start"], e["end"]) for e in entries if e["end"] > e["start"]]
         except (KeyError, TypeError, ValueError) as error:

@@ -31,6 +31,8 @@ POLL_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 SILENT_S = 30.0
 """A replica that answers nothing for so long, not even /ready, is out. A busy one may take seconds."""
+LATE_S = 0.5
+"""A timeout that comes so much later says nothing about the replica."""
 CHECKSUM_TIMEOUT_S = 120.0
 
 
@@ -160,6 +162,7 @@ class Replicas:
             await asyncio.sleep(POLL_S / 10)  # a burst of failures is looked at once
 
     async def _check(self, replica: Replica) -> None:
+        began = self._clock()
         try:
             await self._probe(replica.url)
             self.heard_of(replica.url)
@@ -169,6 +172,8 @@ class Replicas:
                 await self._verify(replica)
                 self._put_back(replica)
         except TimeoutError:
+            if self._clock() - began > PROBE_TIMEOUT_S + LATE_S and replica.serving:
+                self.heard_of(replica.url)  # it is this process that is late: the answer may have been there
             silent = self._clock() - replica.heard_at
             if silent >= SILENT_S or not replica.serving:
                 self._take_out(replica, f"silent for {silent:.0f} s, /ready does not answer")

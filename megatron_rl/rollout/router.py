@@ -89,6 +89,8 @@ class Gate:
 class Ticket:
     """Room for `share` sequences, once it is admitted."""
 
+    __slots__ = ("_gate", "_turn", "admitted", "closed", "share")
+
     def __init__(self, gate: Gate, share: int) -> None:
         self._gate, self.share = gate, share
         self._turn: asyncio.Future[None] | None = None

@@ -22,7 +22,8 @@ def open_session(token: str | None = None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-        headers={"Authorization": f"Bearer {token}"} if token else {},
+        headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {}),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),  # nothing here is compressed, or chosen by them
         cookie_jar=aiohttp.DummyCookieJar(),  # engines set none, and looking for them takes time for every request
         trust_env=False,
         read_bufsize=2**20,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import resource
 from collections.abc import Callable, Sequence
@@ -12,11 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron_rl.rollout.arrays import usual_answers
 from megatron_rl.rollout.client import EngineClient, Limits
 from megatron_rl.rollout.connect import connect
-from megatron_rl.rollout.protocol import EngineError, GenerationAborted, ProtocolError, SamplingSettings, TransportError
-from megatron_rl.rollout.router import Gate, Router
+from megatron_rl.rollout.protocol import (
+    EngineError,
+    GenerationAborted,
+    Prompt,
+    ProtocolError,
+    SamplingSettings,
+    TransportError,
+    _parse,
+)
 from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.session import error_text, raise_open_file_limit
 from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, good_answer, resets, says, says_text
@@ -306,66 +317,6 @@ def test_load_is_spread_over_replicas_and_bounded():
     assert most == 4
 
 
-def test_a_request_larger_than_the_limit_goes_alone_and_one_that_left_leaves_no_hole():
-    async def run() -> list[str]:
-        gate, seen = Gate(4), []
-
-        async def use(name: str, size: int) -> None:
-            with gate.ticket(size) as ticket:
-                await ticket.turn
-                seen.append(name)
-
-        with gate.ticket(100):
-            waiting = [asyncio.create_task(use(name, size)) for name, size in (("cancelled", 3), ("a", 4), ("b", 1))]
-            await asyncio.sleep(0.01)
-            waiting[0].cancel()  # and the block ends before that task has noticed
-        await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
-        with gate.ticket(4) as ticket:
-            await asyncio.wait_for(ticket.turn, 5)
-            seen.append("whole room")
-        return seen
-
-    assert asyncio.run(run()) == ["a", "b", "whole room"]
-
-
-def test_room_is_given_back_sequence_by_sequence():
-    async def run() -> tuple[bool, bool]:
-        gate = Gate(4)
-        with gate.ticket(6) as first, gate.ticket(2) as second:
-            await first.turn
-            first.keep(3)
-            early = second.turn.done()
-            first.keep(2)
-            return early, second.turn.done()
-
-    assert asyncio.run(run()) == (False, True)
-
-
-def test_the_router_is_sticky_takes_the_least_loaded_and_leaves_out_what_does_not_serve():
-    router = Router(["a", "b"])
-    assert [router.take(key, count) for key, count in (("g1", 5), ("g2", 1), ("g3", 1))] == ["a", "b", "b"]
-    assert router.take("g2", 9) == "b"
-    router.serve(["b"])
-    assert (router.take("g1", 1), router.take("g4", 1)) == ("b", "b")
-    router.serve(["a", "b"])
-    assert (router.take("g1", 1), router.take("g5", 1)) == ("b", "a")
-    router.left("b", 13)
-    assert router.take("g6", 1) == "b"
-    router.serve([])
-    assert router.take("g1", 1) is None
-
-
-def test_sequences_that_others_have_at_a_replica_count_as_its_load():
-    router = Router(["a", "b"])
-    assert router.take("g1", 5) == "a"
-    router.report("a", 5)  # ours alone
-    router.report("b", 3)
-    assert router.take("g2", 1) == "b"
-    router.left("b", 1)
-    router.left("a", 5)
-    assert router.take("g3", 1) == "a"
-
-
 def test_the_limit_of_open_files_is_lifted():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -385,3 +336,40 @@ def test_a_request_is_sent_again_until_the_patience_ends_however_few_retries_are
 def test_a_page_of_a_web_server_becomes_one_line_without_tags():
     page = b"<html>\n <head><title>Error</title></head>\n <body><h1>Error response</h1>\n<p>code: 501</p></body></html>"
     assert error_text(page) == "Error Error response code: 501"
+
+
+DAMAGES = [
+    lambda answer: answer[META]["output_token_logprobs"].append([-1.0, 5, None]),
+    lambda answer: answer[META]["output_token_logprobs"].append([None, 5, None]),
+    lambda answer: answer[META]["output_token_logprobs"].append(["x", 5, None]),
+    lambda answer: answer[META]["output_token_logprobs"].clear(),
+    put(None, META, "output_token_logprobs"),
+    put([200], "output_ids"),
+    put("abort", META, "finish_reason", "type"),
+    drop(META, "finish_reason"),
+]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0, width=32)), max_size=4), max_size=3), st.data()
+)
+def test_the_quick_reader_says_what_the_careful_one_says_or_nothing(sequences, data):
+    """Also of answers that were changed somewhere: it may never let pass what the other refuses."""
+    answers = [good_answer(f"r{i}", [t for t, _ in sequence]) for i, sequence in enumerate(sequences)]
+    for answer, sequence in zip(answers, sequences, strict=True):
+        answer[META]["output_token_logprobs"] = [[value, token, None] for token, value in sequence]
+    if answers and data.draw(st.booleans()):
+        data.draw(st.sampled_from(DAMAGES))(answers[0])
+    body = json.dumps(answers, separators=(",", ":")).encode()
+    prompts = [Prompt(f"r{i}", np.array([1]), 0, 3, SETTINGS) for i in range(len(answers))]
+    usual = usual_answers(body, [3] * len(prompts), 100)
+    try:
+        careful = _parse(body, prompts, "u", 100)
+    except EngineError:
+        careful = None
+    if usual is not None:
+        assert careful is not None
+        for (tokens, log_probs, _, reason), other in zip(usual, careful, strict=True):
+            np.testing.assert_equal((tokens, log_probs, reason), (other.tokens, other.log_probs, other.finish_reason))
+    elif careful is not None:
+        assert any(g.finish_reason == "abort" or not len(g.tokens) for g in careful), "a usual answer was left to it"

@@ -197,7 +197,7 @@ def test_an_answer_survives_the_trip_through_bytes(parts):
     ]
     back = frames.from_answer(*decode(frames.answer(1, given_answers)[frames.LENGTH.size :]))
     for one, other in zip(given_answers, back, strict=True):
-        np.testing.assert_equal(vars(other), vars(one))
+        np.testing.assert_equal(other._asdict(), one._asdict())
 
 
 @pytest.mark.parametrize("kind", [EngineError, GenerationAborted, ProtocolError, RequestLost, TransportError])

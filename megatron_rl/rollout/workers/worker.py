@@ -16,6 +16,7 @@ from functools import partial
 from megatron_rl.rewards.worker import die_with_parent
 
 from ..exchange import HttpExchange
+from ..garbage import look_less_often
 from ..protocol import EngineError
 from . import frames
 
@@ -26,6 +27,7 @@ def main() -> int:
     # Slurm sends signals to every process of a step; the controller ends its workers itself.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    look_less_often()
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[2]))))
     return 0
 
