@@ -43,6 +43,13 @@ AREAS: dict[str, tuple[str, ...]] = {
         "megatron_rl/rewards/",
         "megatron_rl/rollout/",
     ),
+    "tests/parallel/test_parity.py": (
+        "megatron_rl/engines/embedded/",
+        "megatron_rl/parity",
+        "megatron_rl/policy/",
+        "megatron_rl/rollout/control.py",
+        "megatron_rl/rollout/protocol.py",
+    ),
     "tests/e2e/test_modes.py": (
         *_LOOP,
         "megatron_rl/algorithms/staleness.py",
@@ -77,6 +84,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/e2e/test_report_page.py": ("megatron_rl/monitor/",),
     "tests/e2e/test_benchmarks.py": ("tools/bench_",),
     "tests/e2e/test_smollm2.py": ("configs/smollm2", "megatron_rl/weights/", "tools/fetch_smollm2.py"),
+    "tests/e2e/test_convert_smollm2.py": ("megatron_rl/weights/", "megatron_rl/verify.py", "tools/fetch_smollm2.py"),
     "tests/e2e/test_fresh_clone.py": ("constraints-cpu.txt", "launch/", "setup.py"),
     "tests/e2e/test_presets.py": ("megatron_rl/algorithms/", "megatron_rl/config/algorithm.py"),
     "tests/e2e/test_sglang.py": (
@@ -98,7 +106,12 @@ AREAS: dict[str, tuple[str, ...]] = {
 }
 """File (or folder) of slow tests -> beginnings of the paths that it guards. Its own folder's helpers count anyway."""
 
-FETCHES = ("tests/e2e/test_benchmarks.py", "tests/e2e/test_fresh_clone.py", "tests/e2e/test_smollm2.py")
+FETCHES = (
+    "tests/e2e/test_benchmarks.py",
+    "tests/e2e/test_convert_smollm2.py",
+    "tests/e2e/test_fresh_clone.py",
+    "tests/e2e/test_smollm2.py",
+)
 """Run with --fetching only: they install packages or fetch a model, and CI must not fail when an index does."""
 
 
