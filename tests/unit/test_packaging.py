@@ -164,7 +164,7 @@ def test_a_room_without_ranks_does_not_import_torch_distributed(room: str) -> No
         if PACKAGE / room in path.parents
         and any(name.startswith("torch.distributed") for name in imported_modules(path))
     }
-    assert users == set()
+    assert users == ({"megatron_rl/engines/embedded/groups.py"} if room == "engines" else set())  # receives broadcasts
 
 
 # ---------------------------------------------------------------------------------------------------------- the files
