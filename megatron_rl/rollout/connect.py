@@ -16,6 +16,9 @@ from .replicas import ExpectedModel, Replicas
 from .session import open_session
 from .workers.pool import WorkerExchange
 
+KEPT_FREE = 7
+"""Tokens of its context that SGLang wants a prompt to leave."""
+
 
 @asynccontextmanager
 async def connect(
@@ -62,7 +65,8 @@ async def connect_run(cfg: Config, urls: Sequence[str]) -> AsyncIterator[EngineC
         concurrency=rollout.concurrency,
         limits=Limits(
             segment_tokens=rollout.segment_tokens,
-            context_length=hf.max_position_embeddings,
+            # Servers that the run starts have a longer context than the run needs; others may have the model's.
+            context_length=hf.max_position_embeddings - KEPT_FREE if engine.urls else None,
             request_timeout_s=rollout.request_timeout_s,
             retries=rollout.retries,
             patience_s=0.0 if engine.urls else engine.ready_timeout_s,

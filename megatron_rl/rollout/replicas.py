@@ -53,6 +53,10 @@ class Replica:
     url: str
     reason: str = "not looked at yet"
     needs_weights: bool = False
+    unfit: bool = False
+    """It said itself why it must not serve; new weights do not change that."""
+    verified: bool = False
+    """Since it was last out."""
     heard_at: float = 0.0
 
     @property
@@ -108,6 +112,8 @@ class Replicas:
         for replica in self._replicas.values():
             if held is None:
                 continue
+            if replica.url in held and replica.unfit:
+                continue  # the loop says when it is fit
             if replica.url in held:
                 self._put_back(replica)
             else:
@@ -166,11 +172,12 @@ class Replicas:
         try:
             await self._probe(replica.url)
             self.heard_of(replica.url)
-            if replica.serving:
-                self.router.report(replica.url, await self._load(replica.url))
-            else:
+            if not replica.verified:
                 await self._verify(replica)
+                replica.verified = True
+            if not replica.serving:
                 self._put_back(replica)
+            self.router.report(replica.url, await self._load(replica.url))
         except TimeoutError:
             if self._clock() - began > PROBE_TIMEOUT_S + LATE_S and replica.serving:
                 self.heard_of(replica.url)  # it is this process that is late: the answer may have been there
@@ -184,6 +191,7 @@ class Replicas:
             replica.needs_weights = True
         except Unfit as error:
             self._take_out(replica, str(error))
+            replica.unfit = True
 
     async def _probe(self, url: str) -> None:
         async with asyncio.timeout(PROBE_TIMEOUT_S), self._session.get(f"{url}/ready") as response:
@@ -192,9 +200,12 @@ class Replicas:
             raise Unfit(f"/ready says HTTP {response.status} {error_text(body)}".strip())
 
     async def _load(self, url: str) -> int:
-        """Sequences that it has. Raises Unfit when it does not say."""
-        answer = await self._get(url, "/v1/loads?include=core")
-        return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in answer.get("loads", ()))
+        """Sequences that it has; 0 where it does not say."""
+        try:
+            ranks = (await self._get(url, "/v1/loads?include=core"))["loads"]
+            return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in ranks)
+        except (Unfit, KeyError, TypeError, ValueError):
+            return 0
 
     async def _verify(self, replica: Replica) -> None:
         """Model, version, checksum. Raises Unfit."""
@@ -243,6 +254,7 @@ class Replicas:
     def _take_out(self, replica: Replica, reason: str) -> None:
         was_serving, known = replica.serving, replica.reason == reason
         replica.reason, replica.needs_weights = reason or "failed", False
+        replica.unfit = replica.verified = False
         if not known:
             log.warning("engine %s is out: %s", replica.url, reason)
         if was_serving:
@@ -252,7 +264,7 @@ class Replicas:
     def _put_back(self, replica: Replica) -> None:
         if not replica.serving:
             log.info("engine %s serves (it was out: %s)", replica.url, replica.reason)
-        replica.reason, replica.needs_weights = "", False
+        replica.reason, replica.needs_weights, replica.unfit = "", False, False
         self._serve()
 
     def _serve(self) -> None:

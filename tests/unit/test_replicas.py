@@ -1,0 +1,162 @@
+"""The monitor: why a replica does not serve, in words, and when it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.rollout import replicas as module
+from megatron_rl.rollout.replicas import ExpectedModel, Replicas
+from megatron_rl.rollout.session import open_session
+from tests.unit.fake_sglang import FakeEngine
+
+MODEL = ExpectedModel(vocab_size=64, hidden_size=32)
+
+
+@asynccontextmanager
+async def watched(*urls: str, **settings: Any) -> AsyncIterator[Replicas]:
+    async with open_session() as session:
+        replicas = Replicas(urls, session, **settings)
+        loop = asyncio.create_task(replicas.run())
+        try:
+            yield replicas
+        finally:
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def reason_of(control: dict[str, tuple[int, Any]], published: bool = False, **settings: Any) -> str:
+    """Why an engine that answers so does not serve; `published`: it is said to hold new weights before it is seen."""
+
+    async def run() -> str:
+        async with FakeEngine(control=control) as engine, watched(engine.url, **settings) as replicas:
+            if published:
+                replicas.publish(0, [engine.url])
+                await until(lambda: replicas.states[engine.url])
+                replicas.publish(0, [engine.url])
+            await until(lambda: replicas.states[engine.url] != "not looked at yet")
+            return replicas.states[engine.url]
+
+    return asyncio.run(run())
+
+
+def test_an_engine_with_the_runs_model_serves():
+    assert reason_of({"/model_info": (200, {"vocab_size": 64, "hidden_size": 32})}, expected=MODEL) == ""
+
+
+@pytest.mark.parametrize(("name", "found", "wanted"), [("vocab_size", 65, 64), ("hidden_size", 16, 32)])
+def test_an_engine_that_serves_another_model_is_out_whether_it_or_its_directory_says_so(name, found, wanted, tmp_path):
+    facts = {"vocab_size": 64, "hidden_size": 32, name: found}
+    said = reason_of({"/model_info": (200, facts)}, expected=MODEL)
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    read = reason_of({"/model_info": (200, {"model_path": str(tmp_path)})}, expected=MODEL)
+    at_once = reason_of({"/model_info": (200, facts)}, expected=MODEL, published=True)
+    for reason in (said, read, at_once):
+        assert f"serves another model: {name}={found}" in reason
+        assert f"the run's model.path has {wanted}; start it with the run's model" in reason
+
+
+def test_an_engine_that_cannot_report_routed_experts_is_out_when_they_are_asked_for():
+    wanted = ExpectedModel(64, 32, routed_experts=True)
+    reason = reason_of({"/server_info": (200, {"enable_return_routed_experts": False})}, expected=wanted)
+    assert "engine.routed_experts=true asks for them; start it with --enable-return-routed-experts" in reason
+    assert reason_of({"/server_info": (200, {"enable_return_routed_experts": True})}, expected=wanted) == ""
+
+
+@pytest.mark.parametrize(
+    ("control", "complaint"),
+    [
+        ({"/ready": (503, {"error": {"message": "loading"}})}, "/ready says HTTP 503 loading"),
+        ({"/model_info": (401, {"error": "no key"})}, "/model_info says HTTP 401: no key"),
+        ({"/model_info": (200, [])}, "/model_info is not answered with a JSON object; is this an engine?"),
+    ],
+)
+def test_what_is_no_working_engine_is_out_with_what_it_says(control, complaint):
+    assert reason_of(control) == complaint
+
+
+def test_an_engine_that_cannot_be_reached_is_out_and_serves_when_it_can_be():
+    async def run() -> str:
+        async with FakeEngine() as engine:
+            port = engine.url
+        async with watched(port) as replicas:
+            await until(lambda: replicas.states[port] != "not looked at yet")
+            return replicas.states[port]
+
+    assert "ClientConnector" in asyncio.run(run())
+
+
+def test_after_an_update_those_that_hold_it_serve_and_others_when_they_hold_the_very_weights(tmp_path: Path):
+    """An engine that restarts loads new weights by itself; it is believed when label and checksum are the published."""
+    (tmp_path / "current.json").write_text(json.dumps({"version": 3, "path": "x", "checksum": "good"}))
+    control: dict[str, tuple[int, Any]] = {"/model_info": (200, {"weight_version": "2"})}
+
+    async def run() -> list[str]:
+        seen = []
+        async with FakeEngine() as first, FakeEngine(control=control) as late:
+            async with watched(first.url, late.url, weights_dir=tmp_path) as replicas:
+                await until(lambda: len(replicas.serving) == 2)
+                taken: list[tuple[str, str]] = []
+                replicas.on_out = lambda url, reason: taken.append((url, reason))
+                replicas.publish(3, [first.url + "/"])
+                assert taken == [(late.url, "was not updated to weight version 3")]
+                assert replicas.serving == [first.url]
+                await until(lambda: replicas.needs_weights == [late.url])
+                seen.append(replicas.states[late.url])
+                control["/model_info"] = (200, {"weight_version": "3"})
+                control["/weights_checker"] = (200, {"per_engine_checksum": "other"})
+                await until(lambda: "checksum" in replicas.states[late.url])
+                seen.append(replicas.states[late.url])
+                assert replicas.needs_weights == [late.url]
+                control["/weights_checker"] = (200, {"per_engine_checksum": "good"})
+                await until(lambda: len(replicas.serving) == 2)
+                assert replicas.needs_weights == []
+        return seen
+
+    first, second = asyncio.run(run())
+    assert first == "holds weight version '2', but 3 is published"
+    assert second == "holds other weights than the published version 3: wrong checksum"
+
+
+def test_a_replica_that_answers_nothing_any_more_is_out_and_its_requests_are_told(monkeypatch):
+    monkeypatch.setattr(module, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "SILENT_S", 0.2)
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+
+    async def run() -> list[tuple[str, str]]:
+        taken: list[tuple[str, str]] = []
+        silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        async with watched(url, on_out=lambda url, reason: taken.append((url, reason))) as replicas:
+            replicas.publish(0, [url])
+            await until(lambda: taken)
+        silent.close()
+        return taken
+
+    ((_, reason),) = asyncio.run(run())
+    assert "silent for" in reason
+    assert "/ready does not answer" in reason
+
+
+def test_the_first_reason_stays_while_failures_follow_from_it():
+    async def run() -> str:
+        async with open_session() as session:
+            replicas = Replicas(["http://a"], session)
+            replicas.publish(0, ["http://a"])
+            replicas.failed("http://a", "connection refused")
+            replicas.failed("http://a", "given up")
+            return replicas.states["http://a"]
+
+    assert asyncio.run(run()) == "connection refused"
