@@ -104,18 +104,19 @@ def expected(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_shared_devices_change_no_number_even_when_an_engine_dies_without_its_memory(
-    tmp_path: Path, inputs: Path, expected: Path
+    tmp_path: Path, inputs: Path, expected: Path, replicas: int
 ) -> None:
-    """It is started again when it may have memory, not before, and gets the weights that it missed."""
-    folder = tmp_path / "run"
-    with LiveRun(folder, inputs, "steps=3", "deterministic=true", *TINY, *COLOCATED) as run:
+    """It is started again when it may have memory, not before; alone it is waited for, else the other one goes on."""
+    folder, words = tmp_path / "run", (f"engine.replicas={replicas}", "steps=3", "deterministic=true")
+    with LiveRun(folder, inputs, *words, *TINY, *COLOCATED) as run:
         run.wait_for_step(1)
-        engine = run.pid("engine")
+        engine = run.pid("engine", replicas - 1)
         run.wait_until("the trainer's turn", lambda: turn(folder) == "trainer")
         os.kill(engine, signal.SIGKILL)
         assert run.end() == 0, run.output
-    assert "starting it again" in (folder / "logs" / "engine-0.log").read_text()
+    assert "starting it again" in (folder / "logs" / f"engine-{replicas - 1}.log").read_text()
     assert exact_metrics(folder) == exact_metrics(expected)
 
 
