@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron_rl.files import sync, write_atomic
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.buckets import write_safetensors
+from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.export import MIB, ExportPlan, export_buckets, plan_export
 from megatron_rl.weights.place import Place
 from megatron_rl.weights.reader import INDEX, SINGLE
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 _WRITING, _REMOVING = ".writing-", ".removing-"
 _VERSION = re.compile(r"v(\d{6,})")
-_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
 
 
 def version_path(weights_dir: str | Path, version: int) -> Path:
@@ -88,7 +88,7 @@ def write_version(
     with _AllOrNothing(f"complete {out_dir}"):
         if is_main:
             _write_index(writing)
-            _copy_other_files(source_dir, writing, dtype or _dtype_of(chunks))
+            copy_companions(source_dir, writing, dtype or _dtype_of(chunks))
             sync(writing)
             _move_into_place(writing, out_dir)
     return out_dir
@@ -151,16 +151,6 @@ def _write_index(writing: Path) -> None:
 
 def _dtype_of(chunks: Sequence[Any]) -> torch.dtype:
     return next(parameter.dtype for chunk in chunks for parameter in chunk.parameters())
-
-
-def _copy_other_files(source_dir: Path, writing: Path, dtype: torch.dtype) -> None:
-    for file in source_dir.iterdir():
-        if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
-            shutil.copyfile(file, writing / file.name)
-    config = json.loads((source_dir / "config.json").read_text())
-    # transformers 5 reads "dtype", transformers 4 and SGLang "torch_dtype".
-    config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(dtype).removeprefix("torch."))
-    _write_json(writing / "config.json", config)
 
 
 def _write_json(path: Path, content: Any) -> None:

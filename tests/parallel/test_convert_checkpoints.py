@@ -164,7 +164,7 @@ def test_a_resharded_checkpoint_holds_all_of_the_training_state(
 def test_verify_names_the_first_layer_that_deviates(
     loaded: object, paths: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
-    from megatron_rl.weights.convert.companions import copy_companions
+    from megatron_rl.weights.companions import copy_companions
 
     tensors = load_file(paths["llama"] / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][3] += 0.3

@@ -127,10 +127,10 @@ def test_two_processes_do_not_write_one_target(inputs: Path, tmp_path: Path) -> 
 
 
 def sparse_model(path: Path) -> int:
-    """A model of 640 MiB in one file that takes no room on disk, and one tensor of 512 MiB; returns the bytes."""
+    """A model of 380 MiB in one file that takes no room on disk, and one tensor of 256 MiB; returns the bytes."""
     hf = write_config(
         path,
-        vocab_size=131072,
+        vocab_size=65536,
         hidden_size=1024,
         num_hidden_layers=1,
         intermediate_size=8192,

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import read_hf_config
+from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert import actions
 from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.listing import describe
 from megatron_rl.weights.convert.opened import open_checkpoint
+from megatron_rl.weights.convert.torch_dist import TorchDistReader
 from megatron_rl.weights.convert.views import as_megatron, stored_name
 from megatron_rl.weights.families import FAMILIES, family_of
 from megatron_rl.weights.layouts import Shard
@@ -169,3 +172,22 @@ def test_a_listing_says_shapes_sizes_and_cuts(tmp_path: Path) -> None:
     assert lines["decoder.layers.mlp.linear_fc2.weight"].cut == "4 chunks (2 x 1 x 2)"
     assert lines["embedding.word_embeddings.weight"].shape == (256, 16)
     assert describe(open_checkpoint(tmp_path / "hf")).summary[0] == "Hugging Face safetensors; 21 tensors in 1 files"
+
+
+def test_tensors_of_any_rank_are_read_from_a_checkpoint_that_torch_wrote(tmp_path: Path) -> None:
+    """Experts have a dimension more, counts of layers one less; torch's own writer is not the one of this package."""
+    state = {
+        "decoder.layers.mlp.experts.linear_fc1.weight": torch.randn(3, 4, 6, 5),
+        "decoder.layers.mlp.expert_bias": torch.randn(3, 4),
+        "decoder.layers.count": torch.arange(3.0),
+        "decoder.final_layernorm.weight": torch.randn(7).to(torch.bfloat16),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
+    reader = TorchDistReader(tmp_path / "torch")
+    for name, tensor in state.items():
+        planes = [plane.rows(0, plane.shape[0]) for plane in reader.tensors[name].planes]
+        assert torch.equal(torch.stack(planes).reshape(tensor.shape), tensor), name
+        assert torch.equal(reader.tensors[name].planes[0].rows(1, 3), planes[0][1:3])
+    dcp.save({"step": torch.tensor(1.0)}, checkpoint_id=tmp_path / "scalar", no_dist=True)
+    with pytest.raises(WeightsError, match="step: a single number"):
+        TorchDistReader(tmp_path / "scalar").tensors["step"].planes  # noqa: B018

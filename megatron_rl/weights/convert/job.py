@@ -303,8 +303,10 @@ def _is_finite(data: Tensor) -> bool:
 
 
 def _complete(staging: Path, out: Path) -> None:
+    for path in [*staging.rglob("*"), staging]:
+        sync(path)
+    # Without its journal the directory would be written anew: nothing that takes time stands between these two lines.
     (staging / JOURNAL).unlink()
-    for folder in [*(path for path in staging.rglob("*") if path.is_dir()), staging]:
-        sync(folder)
     os.replace(staging, out)
-    sync(out.parent)
+    for folder in (out, out.parent):
+        sync(folder)

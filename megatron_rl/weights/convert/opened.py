@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config import HfConfig, read_hf_config
 from megatron_rl.weights import WeightsError
-from megatron_rl.weights.convert.companions import CONFIG, check_tokenizer
+from megatron_rl.weights.companions import CONFIG, check_tokenizer
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.convert.torch_dist import HF, TorchDistReader, find_torch_dist
 from megatron_rl.weights.convert.views import as_hf, check_hf

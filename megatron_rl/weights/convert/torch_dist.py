@@ -124,7 +124,9 @@ class StoredTensor:
     def planes(self) -> list[Plane]:
         """The tensor as matrices or vectors: one for each layer, and for each expert where there are any."""
         layered = LAYERS in self.name and not self.name.partition(LAYERS)[2].partition(".")[0].isdigit()
-        lead = max(1 if layered else 0, len(self.shape) - 2)
+        if not self.shape:
+            raise WeightsError(f"{self.name}: a single number, which is not read from a Megatron checkpoint")
+        lead = max(1 if layered and len(self.shape) > 1 else 0, len(self.shape) - 2)
         by_lead: dict[tuple[int, ...], list[Chunk]] = {}
         for chunk in self.chunks:
             ranges = [range(chunk.offsets[i], chunk.offsets[i] + chunk.sizes[i]) for i in range(lead)]

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl.files import write_atomic
-from megatron_rl.weights.convert.companions import copy_companions
+from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.convert.job import PlannedFile
 from megatron_rl.weights.convert.tensors import Rows, size_of
 from megatron_rl.weights.convert.torch_dist import COMMON, FORMAT, HF, METADATA, TRACKER
