@@ -43,11 +43,11 @@ class RolloutConfig(Section):
     concurrency: int = Field(512, ge=1)
     """Sequences in flight at once, over all engines."""
     request_timeout_s: Seconds = 600.0
-    """Deadline of one generation request."""
+    """Deadline of one request (a segment), from sending to answer; and of waiting when no replica serves."""
     step_timeout_s: Seconds = 3600.0
     """Deadline of one step's rollouts."""
     retries: int = Field(3, ge=0)
-    """Further attempts after a transport error. An engine's answer is never retried."""
+    """Further attempts of a segment after replicas failed. An engine's answer is never asked for twice."""
     client_workers: int | None = Field(None, ge=0, le=64)
     """Processes that talk to the engines; 0 = the controller itself; null = 0 with embedded engines, else
     cluster.controller_cpus."""
