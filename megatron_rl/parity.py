@@ -83,6 +83,8 @@ class Engine:
     def __init__(self, cfg: Config, control: EngineControl, vocab_size: int, hidden_size: int) -> None:
         self._cfg, self._control, self._url = cfg, control, control.urls[0]
         self._expected = ExpectedModel(vocab_size, hidden_size)
+        data = cfg.data
+        self._tokenizer = PromptTokenizer(cfg.model.path, data.system_prompt, chat_template=data.chat_template)
 
     def sample(self, count: int) -> Sampled:
         """Responses to the first prompts of the run, and what the engine says of itself."""
@@ -93,8 +95,7 @@ class Engine:
             raise EngineError(f"engine {self._url} {error}") from None
         rollout, prompts = self._cfg.rollout, self._prompts(count)
         longest = min(rollout.max_response_tokens, RESPONSE_TOKENS)
-        stops = tuple(PromptTokenizer(self._cfg.model.path).eos_token_ids)
-        settings = SamplingSettings(rollout.temperature, longest, stops)
+        settings = SamplingSettings(rollout.temperature, longest, tuple(self._tokenizer.eos_token_ids))
         asked = [Prompt(f"p{i:06d}.", np.array(p), i, longest, settings) for i, p in enumerate(prompts)]
         answers = self._generate(generate_request(asked))
         found = parse_generations(orjson.dumps(answers), asked, url=self._url, vocab_size=self._expected.vocab_size)
@@ -151,11 +152,10 @@ class Engine:
 
     def _prompts(self, count: int) -> list[list[int]]:
         data, longest = self._cfg.data, self._cfg.rollout.max_prompt_tokens
-        tokenizer = PromptTokenizer(self._cfg.model.path, data.system_prompt, chat_template=data.chat_template)
         records = iter(PromptDataset.load(data.prompts))
         prompts: list[list[int]] = []
         while len(prompts) < count and (record := next(records, None)) is not None:
-            tokens = tokenizer.encode(record)
+            tokens = self._tokenizer.encode(record)
             if len(tokens) <= longest:
                 prompts.append(tokens)
         if not prompts:
