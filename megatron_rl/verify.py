@@ -22,6 +22,7 @@ from megatron_rl.policy import distributed
 from megatron_rl.policy.model import build_model
 from megatron_rl.policy.sharded_state import load_weights
 from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.opened import open_checkpoint
 from megatron_rl.weights.convert.torch_dist import find_torch_dist
 from megatron_rl.weights.load import load_hf_weights
 
@@ -74,12 +75,14 @@ def verify_log_probs(weights: Path, reference: Path, texts: Sequence[str], toler
     """Compare Megatron with `weights` (of either format) and transformers with the Hugging Face directory `reference`.
 
     Raises:
-        WeightsError: the weights do not fit the model, or no text has two tokens.
+        WeightsError: either is missing or damaged, the weights do not fit the model, or no text has two tokens.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    for side in (weights, reference):
+        open_checkpoint(side)  # what is missing or damaged is said here, in one message
     tokenizer = AutoTokenizer.from_pretrained(reference)
     ids = [torch.tensor(tokenizer(text).input_ids[:MAX_TOKENS]) for text in texts]
     ids = [tokens for tokens in ids if len(tokens) > 1]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from megatron_rl.cli import app
+from megatron_rl.cli import app, main
 from megatron_rl.cli_convert import _bytes
 from megatron_rl.config import ConfigError
 from megatron_rl.verify import read_texts
@@ -70,8 +70,6 @@ def test_a_dry_run_prints_files_and_bytes_and_writes_nothing(tmp_path: Path) -> 
 
 def test_tensors_that_are_not_finite_are_listed(tmp_path: Path) -> None:
     write_model(tmp_path / "hf")
-    from safetensors.torch import save_file
-
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
@@ -79,6 +77,19 @@ def test_tensors_that_are_not_finite_are_listed(tmp_path: Path) -> None:
     assert isinstance(refused.exception, WeightsError)
     listed = run("cast", tmp_path / "hf", tmp_path / "out", "--dtype", "bfloat16", "--allow-nan")
     assert "not finite: model.norm.weight" in listed.stdout
+
+
+def test_a_failure_is_one_message_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in ("inspect", "verify"):
+        monkeypatch.setattr("sys.argv", ["megatron-rl", "convert", verb, str(tmp_path / "nowhere")])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 1
+        assert capsys.readouterr().err.startswith(
+            f"error: {tmp_path / 'nowhere'}: no such directory; give a Hugging Face"
+        )
 
 
 def test_sizes_are_read_with_their_units() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from megatron_rl.config import read_hf_config
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert import actions
 from megatron_rl.weights.convert.compare import compare
-from megatron_rl.weights.convert.cuts import TargetLayout
+from megatron_rl.weights.convert.cuts import TargetLayout, cut
+from megatron_rl.weights.convert.hf_target import HfTarget
 from megatron_rl.weights.convert.listing import describe
 from megatron_rl.weights.convert.opened import open_checkpoint
 from megatron_rl.weights.convert.torch_dist import TorchDistReader
+from megatron_rl.weights.convert.torch_dist_target import Slab, TorchDistTarget
 from megatron_rl.weights.convert.views import as_megatron, stored_name
 from megatron_rl.weights.families import FAMILIES, family_of
 from megatron_rl.weights.layouts import Shard
 from megatron_rl.weights.reader import SafetensorsReader
-from tests.convert_models import Silent, convert, write_model
+from tests.convert_models import Silent, convert, write_config, write_model
 
 
 @st.composite
@@ -46,6 +49,18 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "tie_word_embeddings": draw(st.booleans()),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
     }
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A tensor of which only name and shape exist."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        raise AssertionError("a plan reads nothing")
 
 
 def rank_counts(model: dict[str, Any]) -> list[int]:
@@ -191,3 +206,31 @@ def test_tensors_of_any_rank_are_read_from_a_checkpoint_that_torch_wrote(tmp_pat
     dcp.save({"step": torch.tensor(1.0)}, checkpoint_id=tmp_path / "scalar", no_dist=True)
     with pytest.raises(WeightsError, match="step: a single number"):
         TorchDistReader(tmp_path / "scalar").tensors["step"].planes  # noqa: B018
+
+
+def test_a_model_of_405_billion_parameters_is_planned_from_its_config_alone(tmp_path: Path) -> None:
+    hf = write_config(
+        tmp_path / "hf",
+        num_hidden_layers=126,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+    )
+    tensors = {name: Unwritten(name, shape) for name, shape in family_of(hf).hf_shapes(hf).items()}
+    there = as_megatron(tensors, hf, 128256 + 768)
+    cuts = {
+        name: cut(name, planes, (126, *planes[0].shape) if "layers" in name else planes[0].shape, TargetLayout(8, 9))
+        for name, planes in there.items()
+    }
+    files = TorchDistTarget(cuts, {}, {}).files
+    assert sum(file.size for file in files) == 2 * (hf.num_parameters + 2 * 768 * 16384)
+    # What 72 ranks load lies in whole chunks, of a stage's own files: none holds layers of two stages.
+    stages = [
+        {slab.index[0] * 9 // 126 for slab in file.tensors if isinstance(slab, Slab) and slab.index} for file in files
+    ]
+    assert max(len(stage) for stage in stages) == 1
+    assert set.union(*stages) == set(range(9))
+    assert max(file.size for file in HfTarget(tensors, tmp_path / "hf").files) <= 5 * 10**9
