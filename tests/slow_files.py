@@ -43,6 +43,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "megatron_rl/rewards/",
         "megatron_rl/rollout/",
     ),
+    "tests/e2e/test_preflight_parity.py": ("megatron_rl/cli.py", "megatron_rl/cluster/local.py", "megatron_rl/parity"),
     "tests/parallel/test_parity.py": (
         "megatron_rl/engines/embedded/",
         "megatron_rl/parity",
