@@ -51,6 +51,7 @@ from .connect import connect_run
 from .dump import remove_dumps_from, rollout_file, write_dump
 from .endpoint import Endpoint, engine_urls, publish
 from .evaluation import Evaluator
+from .garbage import look_less_often
 from .generate import GroupMaker
 from .ledger import Entry, Ledger
 from .pace import Pace
@@ -220,6 +221,7 @@ def run_controller(cfg: Config, host: str = "127.0.0.1", outlive_term: bool = Fa
     Exits with status 1 when it cannot start (prompts, verifiers, engines); the last line of its log says why.
     """
     setup_logging("controller", 0, None, cfg.logging.level)  # stderr is the role's log file already
+    look_less_often()
     try:
         asyncio.run(_until_signal(cfg, host, outlive_term))
     except (DataError, RewardError, ConfigError, TimeoutError, OSError) as error:

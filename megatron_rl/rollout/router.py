@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 
-REMEMBERED = 65536
+REMEMBERED = 8192
 """Groups whose replica is remembered, for its prefix cache."""
 
 

@@ -9,10 +9,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_rl.rollout import replicas as module
+from megatron_rl.rollout.connect import connect
+from megatron_rl.rollout.protocol import SamplingSettings
 from megatron_rl.rollout.replicas import ExpectedModel, Replicas
+from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.session import open_session
 from tests.unit.fake_sglang import FakeEngine
 
@@ -148,6 +152,29 @@ def test_a_replica_that_answers_nothing_any_more_is_out_and_its_requests_are_tol
     ((_, reason),) = asyncio.run(run())
     assert "silent for" in reason
     assert "/ready does not answer" in reason
+
+
+def test_a_request_at_a_replica_that_falls_silent_moves_to_another_one(monkeypatch):
+    monkeypatch.setattr(module, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "SILENT_S", 0.2)
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+
+    async def run() -> tuple[list[Sample], FakeEngine, str]:
+        silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        async with FakeEngine() as engine, connect([url, engine.url], vocab_size=10) as client:
+            client.replicas.publish(0, [url, engine.url])
+            samples = Group.start(0, "p", np.array([1]), 2, run_seed=0, version=0, temperature=1.0).samples
+            async with asyncio.timeout(30):
+                await client.generate(samples, SamplingSettings(temperature=1.0, max_new_tokens=4))
+            silent.close()
+            return samples, engine, client.replicas.states[url]
+
+    samples, engine, reason = asyncio.run(run())
+    assert "silent for" in reason
+    assert [s.response_tokens.tolist() for s in samples] == [[5, 2], [5, 2]]
+    (body,) = [body for path, body in engine.requests if path == "/generate"]
+    assert body["rid"] == ["s000000000-000.0001", "s000000000-001.0001"]
 
 
 def test_the_first_reason_stays_while_failures_follow_from_it():
