@@ -21,11 +21,11 @@ def run_tool(name: str, *words: str, timeout: float = 300) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["bench_step.py", "bench_engine.py", "bench_loss.py"])
+@pytest.mark.parametrize("name", ["bench_step.py", "bench_engine.py", "bench_loss.py", "bench_client.py"])
 def test_help_says_what_is_compared(name: str) -> None:
     said = run_tool(name, "--help")
     assert "--runs" in said
-    assert re.search("TRL's GRPOTrainer|transformers.generate|naive PyTorch", said)
+    assert re.search("TRL's GRPOTrainer|transformers.generate|naive PyTorch|bare aiohttp", said)
 
 
 def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
@@ -37,6 +37,15 @@ def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
         assert load in said
     assert len(re.findall(r"ours / transformers \d+\.\d\d", said)) == 4  # by time and by CPU time
     assert "load average" in said
+
+
+def test_client_benchmark_prints_a_ratio_for_each_length_and_the_slope_of_memory() -> None:
+    words = ["--concurrency", "16", "--runs", "2", "--tokens", "4096"]
+    said = run_tool("bench_client.py", *words, "--lengths", "64", "512")
+    for tokens, requests in ((64, 64), (512, 16)):
+        assert f"{tokens} tokens: {requests} requests a round, 16 at once, 2 rounds" in said
+    assert len(re.findall(r"ours / bare by (?:CPU )?time: \d+\.\d\d", said)) == 4
+    assert re.search(r"slope [+-]\d+\.\d\d MiB/min", run_tool("bench_client.py", *words, "--soak", "3"))
 
 
 @pytest.mark.timeout(1000)

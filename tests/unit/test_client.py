@@ -124,7 +124,8 @@ META = "meta_info"
         (put([5, 10], "output_ids"), "holds id 10, outside the vocabulary of 10"),
         (put([5, -1], "output_ids"), "holds id -1, outside the vocabulary"),
         (put([5.5, "x"], "output_ids"), "must be token ids"),
-        (put([1] * 5, "output_ids"), "has 5 tokens, but max_new_tokens=4"),
+        (put([1] * 5, "output_ids"), "has 5 tokens, but max_new_tokens=4 was asked for"),
+        (put([], "output_ids"), "output_ids is empty, but the response ended with 'stop'"),
         (put([{"version": "0", "start": 0, "end": 1}], META, "weight_versions"), "does not cover the 2 tokens"),
         (put([{"version": "blue", "start": 0, "end": 2}], META, "weight_versions"), "weight_versions is not readable"),
     ],
@@ -223,7 +224,7 @@ def test_after_a_transport_error_the_segment_is_asked_for_again_and_what_may_sti
 def test_retries_end_and_the_last_error_names_the_engine():
     outcome, engine = generate_from(says(503, {"error": {"message": "warming up"}}), says(503), retries=1)
     assert isinstance(outcome, TransportError)
-    assert engine.url in str(outcome)
+    assert f"engine {engine.url}: /generate: HTTP 503" in str(outcome)
     assert asked(engine).count("/generate") == 2
 
 
