@@ -203,7 +203,7 @@ LONG_TAIL = {"median": 12.0, "spread": 0.9}
 """p99 / p50 = exp(2.33 x 0.9), about 8."""
 
 
-def trained_lengths(seed: int, steps: int = 60, skip: int = 20, **rollout: Any) -> list[int]:
+def trained_lengths(seed: int, steps: int = 52, skip: int = 20, **rollout: Any) -> list[int]:
     size = 4
     lengths = drawn(seed, **LONG_TAIL, size=size)
     values = {"groups_per_step": 16, "group_size": size, "dynamic_sampling": "refill", **rollout}
