@@ -5,7 +5,7 @@
     disk        a version directory, written durably, and both servers have loaded it
                 against safetensors' own save_file, made durable, and load_file of the same tensors
 
-    python -m tools.bench_transport [--mib 512] [--bucket-mib 64] [--rounds 3]
+    python -m tools.bench_transport [--mib 512] [--bucket-mib 32] [--rounds 3]
 
 The model is random, with next to no vocabulary and wide layers. Needs `launch/install_sglang.sh`, about 10 GiB of
 memory, and room for three times the weights in --folder. Rounds of both sides alternate, medians count.
@@ -26,17 +26,18 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tools.bench_common import load_average, spread
 
 ROOT = Path(__file__).resolve().parents[1]
-HIDDEN, FFN, VOCAB = 1024, 4096, 512
+HIDDEN, FFN, VOCAB = 1024, 2048, 512
 START_S, TIMEOUT_S = 300.0, 120.0
 MIB = 2**20
 
@@ -70,27 +71,54 @@ def model_of(folder: Path, mib: int) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def servers(engine: str, python: Path, model: Path, folder: Path, count: int = 2) -> Iterator[list[str]]:
-    """Addresses of servers that are ready; they are ended with all their processes."""
+def servers(
+    engine: str, python: Path, model: Path, folder: Path, count: int = 2
+) -> Iterator[tuple[list[str], list[psutil.Process]]]:
+    """Addresses of servers that are ready, and their processes, which are all ended."""
     from megatron_rl.cluster.ports import free_port
 
     ports = [free_port() for _ in range(count)]
     started = []
     for port in ports:
-        argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--model", str(model), "--engine", engine]
-        argv += ["--dtype", "float32", "--port", str(port), *(["--python", str(python)] if engine == "sglang" else [])]
+        words = [sys.executable, "-m", "tools.bench_transport", "serve", engine, str(python), str(model), str(port)]
         with open(folder / f"server-{port}.log", "wb") as log:
-            started.append(subprocess.Popen(argv, stdout=log, stderr=log, cwd=ROOT))
+            started.append(subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT))
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     try:
         for url, process, port in zip(urls, started, ports, strict=True):
             _wait_until_ready(url, process, folder / f"server-{port}.log")
-        yield urls
+        yield urls, [child for p in started for child in _tree(p.pid)]
     finally:
         for process in started:
             process.send_signal(signal.SIGTERM)
         for process in started:
             process.wait(60)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Used so far by these processes and this one."""
+    times = [process.cpu_times() for process in (*processes, psutil.Process())]
+    return sum(time.user + time.system for time in times)
+
+
+def serve(engine: str, python: str, model: str, port: int) -> None:
+    """One server, in a process of its own; without the memory for many requests, which it would take otherwise."""
+    from megatron_rl.engines.embedded.options import EmbeddedOptions
+    from megatron_rl.engines.serve import serve_embedded
+    from megatron_rl.engines.sglang import serve_sglang
+    from megatron_rl.engines.sglang_command import SglangOptions
+
+    if engine == "embedded":
+        serve_embedded(EmbeddedOptions(model, port=port, dtype="float32", num_threads=1))
+        return
+    few = ("--max-total-tokens", "2048")
+    options = SglangOptions(model, python, port=port, dtype="float32", max_running_requests=4, extra_args=few)
+    serve_sglang(options, os.environ)
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -136,6 +164,7 @@ class Bare:
             subprocess.Popen([sys.executable, "-c", RECEIVER, *words, str(rank), str(size), str(rounds)])
             for rank in (1, 2)
         ]
+        self.processes = [psutil.Process(process.pid) for process in self._processes]
         self._group = dist.ProcessGroupGloo(PrefixStore("cpu/", self._store), 0, 3, timeout)
         self._timeout, self._options = timeout, dist.BroadcastOptions()
         self._options.rootRank = 0
@@ -231,23 +260,41 @@ def _status(name: str) -> int:
 # ------------------------------------------------------------------------------------------------------- comparisons
 
 
-def compare_broadcast(trainer: Trainer, bare: Bare, rounds: int) -> tuple[list[float], list[float], list[float], int]:
-    """Seconds of both sides and of whole updates, and the sender's peak memory. The first round is warm-up."""
-    ours, raw, whole, peak = [], [], [], 0
-    for number in range(rounds + 1):
-        seconds = bare.seconds()
+@dataclass
+class Sides:
+    """Seconds of each round: ours, the bare one's, those of whole updates; CPU seconds of all processes; peak bytes."""
 
-        def send(update: Any) -> None:
+    ours: list[float] = field(default_factory=list)
+    bare: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    our_cpu: list[float] = field(default_factory=list)
+    bare_cpu: list[float] = field(default_factory=list)
+    peak: int = 0
+
+
+def compare_broadcast(trainer: Trainer, bare: Bare, processes: Sequence[psutil.Process], rounds: int) -> Sides:
+    """Both sides in turn. The first round is warm-up."""
+    found = Sides()
+    for number in range(rounds + 1):
+        before = cpu_seconds(bare.processes)
+        seconds, bare_cpu = bare.seconds(), cpu_seconds(bare.processes) - before
+        used: list[float] = []
+
+        def send(update: Any, used: list[float] = used) -> None:
+            before = cpu_seconds(processes)
             update.leave_out(trainer.broadcast.send(trainer.version, update.left))
+            used.append(cpu_seconds(processes) - before)
 
         with PeakMemory() as memory:
-            inner, all_of_it = trainer.update(send, in_session=True)
-        peak = max(peak, memory.extra)
+            inner, whole = trainer.update(send, in_session=True)
+        found.peak = max(found.peak, memory.extra)
         if number:
-            raw.append(seconds)
-            ours.append(inner)
-            whole.append(all_of_it)
-    return ours, raw, whole, peak
+            found.bare.append(seconds)
+            found.ours.append(inner)
+            found.whole.append(whole)
+            found.our_cpu += used
+            found.bare_cpu.append(bare_cpu)
+    return found
 
 
 def compare_disk(
@@ -304,7 +351,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mib", type=int, default=512, help="weights, at least")
-    parser.add_argument("--bucket-mib", type=int, default=64, help="engine.bucket_mib")
+    parser.add_argument("--bucket-mib", type=int, default=32, help="engine.bucket_mib")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang", help="what serves")
     parser.add_argument("--python", type=Path, default=None, help="interpreter of SGLang's environment")
@@ -320,13 +367,14 @@ def main() -> None:
         what = f"{size / 1e6:.0f} MB float32 to two servers ({words.engine}), buckets of {words.bucket_mib} MiB"
         print(f"{what}; {load_average()}", flush=True)
         bare = Bare(size, words.rounds + 1)
-        with servers(words.engine, python, model, folder) as urls:
+        with servers(words.engine, python, model, folder) as (urls, processes):
             trainer = open_trainer(model, urls, words.bucket_mib)
-            ours, raw, whole, peak = compare_broadcast(trainer, bare, words.rounds)
+            sides = compare_broadcast(trainer, bare, processes, words.rounds)
             bare.close()
-            ratios = {"broadcast": report("broadcast, begin to end", ours, raw, size, 0.8)}
-            print(f"  whole update with pause, checksums and continue: {spread(whole)} s")
-            print(f"  peak extra memory of the sender: {peak / bucket:.2f} buckets (two are allowed)")
+            ratios = {"broadcast": report("broadcast, begin to end", sides.ours, sides.bare, size, 0.8)}
+            print(f"  CPU seconds of all processes: {spread(sides.our_cpu)}, bare {spread(sides.bare_cpu)}")
+            print(f"  whole update with pause, checksums and continue: {spread(sides.whole)} s")
+            print(f"  peak extra memory of the sender: {sides.peak / bucket:.2f} buckets (two are allowed)")
             ours, raw, peak = compare_disk(trainer, model, folder, words.bucket_mib, words.rounds)
             ratios["disk"] = report("disk, written and loaded twice", ours, raw, size, 0.7)
             print(f"  peak extra memory of the writer: {peak / bucket:.2f} buckets (two are allowed)")
@@ -336,4 +384,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["serve"]:
+        chosen, interpreter, folder, number = sys.argv[2:]
+        serve(chosen, interpreter, folder, int(number))
+    else:
+        main()
