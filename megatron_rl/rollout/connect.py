@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from .replicas import ExpectedModel, Replicas
 from .session import open_session
 from .workers.pool import WorkerExchange
 
+log = logging.getLogger(__name__)
 KEPT_FREE = 7
 """Tokens of its context that SGLang wants a prompt to leave."""
 
@@ -45,6 +47,7 @@ async def connect(
             exchange, replicas, vocab_size=vocab_size, concurrency=concurrency, limits=limits, logs=logs
         )
         watch = asyncio.create_task(replicas.run())
+        watch.add_done_callback(_report_failure)
         try:
             async with client:
                 yield client
@@ -52,6 +55,12 @@ async def connect(
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
+
+
+def _report_failure(watch: asyncio.Task[None]) -> None:
+    """Nothing would come back any more, and nobody would know why."""
+    if not watch.cancelled() and watch.exception() is not None:
+        log.error("the monitor of the engines has failed", exc_info=watch.exception())
 
 
 @asynccontextmanager

@@ -75,7 +75,7 @@ class HttpExchange:
         try:
             async with self._session.post(f"{url}/generate", data=body) as response:
                 answer = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except aiohttp.ClientError as error:
             raise TransportError(f"engine {url}: /generate: {type(error).__name__}: {error}; is it running?") from error
         if response.status == 200:
             return answer

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron_rl.rollout.arrays import usual_answers
 from megatron_rl.rollout.client import EngineClient, Limits
 from megatron_rl.rollout.connect import connect
+from megatron_rl.rollout.exchange import HttpExchange
 from megatron_rl.rollout.protocol import (
     EngineError,
     GenerationAborted,
@@ -219,6 +220,24 @@ def test_after_a_transport_error_the_segment_is_asked_for_again_and_what_may_sti
     assert [b["rid"][0] for b in bodies(engine)] == ["s000000000-000.0000", "s000000000-000.0001"]
     aborts = [body["rid"] for path, body in engine.requests if path == "/abort_request"]
     assert sorted(aborts) == ["s000000000-000.0000", "s000000000-001.0000"]
+
+
+def test_what_is_no_http_is_a_transport_error_that_names_the_address():
+    async def gibberish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example.org ESMTP\r\n")
+        writer.close()
+
+    async def run() -> tuple[str, BaseException]:
+        server = await asyncio.start_server(gibberish, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, HttpExchange(VOCABULARY) as exchange:
+            prompts = [Prompt("r", np.array([1]), 0, 1, SETTINGS)]
+            return url, (await asyncio.gather(exchange.generate(url, prompts), return_exceptions=True))[0]
+
+    url, error = asyncio.run(run())
+    assert isinstance(error, TransportError)
+    assert f"engine {url}: /generate: " in str(error)
+    assert "is it running?" in str(error)
 
 
 def test_retries_end_and_the_last_error_names_the_engine():
