@@ -117,6 +117,29 @@ def test_a_step_that_never_gets_ready_ends_the_wait_and_says_how_far_it_is(tmp_p
     assert "'groups_needed': 2" in str(caught.value)
 
 
+def test_an_update_waits_for_the_next_batch_unless_no_engine_is_left_to_make_it(tmp_path, model):
+    """One step off: the engine stops in the middle of the next batch, and would serve again with new weights."""
+    good = FakeEngine().always
+    engine = FakeEngine(good, good)
+    engine.always, engine.loaded = engine.hang(), "0"
+    rollout = {**SMALL, "mode": "one_step_off"}
+    with running(engine) as url:
+        cfg = config(tmp_path, model, [url], reward=SORTING, rollout=rollout, deterministic=False)
+        with running_controller(cfg), ControllerClient(tmp_path) as client:
+            with pytest.raises(ControllerError, match=r"step 0 is not ready.*409"):
+                client.wait_update(1, timeout_s=10)
+            client.set_weights_version(0)
+            client.wait_ready(0, timeout_s=60)
+            asked = iter([False, True])
+            client.wait_update(1, timeout_s=60, interrupted=lambda: next(asked))
+            with pytest.raises(
+                ControllerError, match=r"waited 0.3 s for engines free for weights 1.*2 missing in the n"
+            ):
+                client.wait_update(1, timeout_s=0.3)
+            client.set_weights_version(1, serving=[], start=False)
+            client.wait_update(1, timeout_s=60)
+
+
 def test_an_engine_that_refuses_fails_the_step_with_its_own_words(tmp_path, model):
     engine = FakeEngine()
     engine.always = says(400, {"error": {"message": "The input is longer than the model's context length"}})
