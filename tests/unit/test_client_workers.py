@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -95,6 +96,25 @@ def test_groups_that_are_generated_through_two_workers_survive_the_loss_of_each_
         return groups
 
     require_whole(asyncio.run(run()))
+
+
+def test_a_worker_ignores_proxies_and_may_open_a_connection_for_each_request(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    async def run() -> tuple[list[Group], str]:
+        groups = [start(0, 2)]
+        async with served(CodedServer()) as url:
+            async with connect([url], vocab_size=VOCABULARY, workers=1) as client:
+                assert isinstance(client._exchange, WorkerExchange)
+                await generate_all(client, groups)
+                return groups, Path(f"/proc/{client._exchange.pids[0]}/limits").read_text()
+
+    groups, limits = asyncio.run(run())
+    require_whole(groups)
+    (soft,) = [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")]
+    assert int(soft) >= (min(65536, hard) if hard != resource.RLIM_INFINITY else 65536)
 
 
 def start_engine(port: int) -> subprocess.Popen[bytes]:
