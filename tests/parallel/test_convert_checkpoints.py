@@ -22,6 +22,7 @@ from tests.tiny import tiny_model
 pytestmark = pytest.mark.parallel
 TRAINED = Path("run", "checkpoints", "step-000001")
 READ_IN = ("tp1", "tp4", "tp2-pp2-vpp2")
+STOCK = "Megatron-Core's own model"
 TRAINED_IN = "tp2-pp2"
 """Whose checkpoint is converted, cast and resharded."""
 
@@ -51,9 +52,42 @@ def load_converted(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str]
                 exported = dict(export_hf_weights(chunks, hf))
                 wrong = [n for n, tensor in exported.items() if not torch.equal(tensor, source[n])]
                 found[model, name] = [*wrong, *(["nothing exported"] if not exported else [])]
+    with layout(make_config("unused", LAYOUTS["tp2-pp2"])):
+        for model, path in paths.items():
+            found[model, STOCK] = load_into_stock_megatron(path, folder / model)
     train_and_save(paths["qwen3-tied"], folder / "run")
     distributed.shutdown()
     return found
+
+
+def load_into_stock_megatron(path: Path, converted: Path) -> list[str]:
+    """Wrong tensors after Megatron-Core's own GPTModel, of its own local spec, has loaded the checkpoint by itself."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from megatron_rl.policy.model import padded_vocab_size, transformer_config
+    from megatron_rl.weights.convert.torch_dist import find_torch_dist
+    from megatron_rl.weights.export import export_hf_weights
+
+    cfg = make_config(path, LAYOUTS["tp2-pp2"])
+    hf = open_checkpoint(path).hf()
+    config = transformer_config(hf, cfg.model, cfg.parallel)
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        vocab_size=padded_vocab_size(hf.vocab_size, cfg.model, cfg.parallel),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+    )
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(find_torch_dist(converted)))
+    assert (loaded["checkpoint_version"], loaded["args"].num_layers) == (3.0, hf.num_layers)
+    model.load_state_dict(loaded["model"])
+    source = load_file(path / "model.safetensors")
+    return [name for name, tensor in export_hf_weights([model], hf) if not torch.equal(tensor, source[name])]
 
 
 def train_and_save(path: Path, run_dir: Path) -> None:
@@ -122,7 +156,7 @@ def loaded(paths: dict[str, Path], folder: Path) -> list[dict[tuple[str, str], l
 # ---------------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.mark.parametrize("name", READ_IN)
+@pytest.mark.parametrize("name", [*READ_IN, STOCK])
 @pytest.mark.parametrize("model", MODELS)
 def test_megatron_loads_a_converted_checkpoint_in_any_layout(
     model: str, name: str, loaded: list[dict[tuple[str, str], list[str]]]
