@@ -39,22 +39,27 @@ DEADLINE_S = 60.0
 
 
 def open_publisher(
-    path: Path, run_dir: Path, urls: list[str], parallel: dict[str, int], kind: str, **engine: Any
+    path: Path,
+    run_dir: Path,
+    urls: list[str],
+    parallel: dict[str, int],
+    kind: str,
+    policy: Any = None,
 ) -> Any:
-    """A publisher over a policy; small buckets."""
+    """A publisher over this policy, or a new one; small buckets."""
     import torch.distributed as dist
 
     import megatron_rl.publisher as publisher
     from megatron_rl.cluster.rank_zero import RankZero
     from megatron_rl.policy.policy import Policy
 
-    cfg = make_config(path, parallel, engine={"urls": urls, "weight_transport": kind, "bucket_mib": 1, **engine})
+    cfg = make_config(path, parallel, engine={"urls": urls, "weight_transport": kind, "bucket_mib": 1})
     cfg = cfg.model_copy(update={"run_dir": str(run_dir)})
     publisher.MIB = BUCKET_BYTES  # type: ignore[attr-defined]
     store = dist.PrefixStore(str(run_dir), dist.distributed_c10d._get_default_store())  # a run's own, as it were
     zero = RankZero(store, dist.get_rank())
     engines = EngineControl(urls, timeout_s=DEADLINE_S)
-    return publisher.Publisher(cfg, Policy.build(cfg), zero, engines, lambda: False, lambda: False)
+    return publisher.Publisher(cfg, policy or Policy.build(cfg), zero, engines, lambda: False, lambda: False)
 
 
 def change(policy: Any, factor: float) -> None:
@@ -74,16 +79,20 @@ def checksums(urls: list[str]) -> list[dict[str, str]]:
 def publish_in_all_layouts(path: Path, folder: Path, urls: list[str]) -> dict[str, Any]:
     """Who holds the weights, and checksums: of version 0, of version 1, and when the disk has brought that again."""
     from megatron_rl.policy import distributed
+    from megatron_rl.policy.policy import Policy
+    from megatron_rl.weights.load import load_hf_weights
 
     found: dict[str, Any] = {}
     for name, parallel in LAYOUTS.items():
         cfg = make_config(path, parallel)
         with layout(cfg):
+            policy = Policy.build(cfg)
             for kind in KINDS:
-                publisher = open_publisher(path, folder / f"{name}-{kind}", urls, parallel, kind)
+                load_hf_weights(policy.chunks, policy.hf, path)
+                publisher = open_publisher(path, folder / f"{name}-{kind}", urls, parallel, kind, policy)
                 look = functools.partial(publisher._zero.run, "checksums", lambda: checksums(urls), DEADLINE_S)
                 held, sums = [publisher.publish(0)], [look()]
-                change(publisher._policy, 1.02)
+                change(policy, 1.02)
                 held.append(publisher.publish(1))
                 sums.append(look())
                 held.append(publisher.repair(urls))
