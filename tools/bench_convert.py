@@ -22,11 +22,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import HfConfig, read_hf_config
-from megatron_rl.weights.convert.job import Options
-from megatron_rl.weights.convert.tensors import Rows
-from megatron_rl.weights.families import family_of
-from tools.bench_common import BenchError, load_average, spread
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl.config import HfConfig, read_hf_config  # noqa: E402
+from megatron_rl.weights.convert.job import Options  # noqa: E402
+from megatron_rl.weights.convert.tensors import Rows  # noqa: E402
+from megatron_rl.weights.families import family_of  # noqa: E402
+from tools.bench_common import BenchError, load_average, spread  # noqa: E402
 
 SIDES = ("baseline", "hf-to-megatron", "megatron-to-hf", "cast")
 SHARD_BYTES = 10**9
@@ -36,7 +39,7 @@ def main() -> int:
     """Measure and print; 0, or 1 with the end of what failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="size of the random model")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3, help="of each side; they take turns")
     parser.add_argument("--max-memory-mib", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary one")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -46,14 +49,14 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         try:
-            compare(Path(name), arguments.gib, arguments.rounds, arguments.max_memory_mib)
+            compare(Path(name), arguments.gib, arguments.runs, arguments.max_memory_mib)
         except BenchError as error:
             print(f"bench_convert: {error}", file=sys.stderr)
             return 1
     return 0
 
 
-def compare(folder: Path, gib: float, rounds: int, max_memory_mib: int) -> None:
+def compare(folder: Path, gib: float, runs: int, max_memory_mib: int) -> None:
     """Make the model and its conversion once, then let the sides take turns."""
     size = write_random_model(folder / "hf", int(gib * 2**30))
     print(f"random bf16 Llama of {size / 1e9:.2f} GB; {load_average()}; --max-memory {max_memory_mib} MiB", flush=True)
@@ -62,7 +65,7 @@ def compare(folder: Path, gib: float, rounds: int, max_memory_mib: int) -> None:
     peaks: dict[str, list[float]] = {side: [] for side in SIDES}
     start(folder, "hf-to-megatron", max_memory_mib)
     (folder / "out").rename(folder / "megatron")
-    for _ in range(rounds):
+    for _ in range(runs):
         for side in SIDES:
             found = start(folder, side, max_memory_mib)
             shutil.rmtree(folder / "out")
@@ -79,13 +82,12 @@ def compare(folder: Path, gib: float, rounds: int, max_memory_mib: int) -> None:
 
 def start(folder: Path, side: str, max_memory_mib: int) -> dict[str, float]:
     """Run one side in a process of its own."""
-    command = [sys.executable, "-m", "tools.bench_convert", "--side", side, "--folder", str(folder)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--folder", str(folder)]
     done = subprocess.run(
         [*command, "--max-memory-mib", str(max_memory_mib)],
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).resolve().parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
@@ -146,7 +148,7 @@ def write_random_model(path: Path, size: int) -> int:
     path.mkdir()
     hidden, ffn, vocab = 2048, 8192, 32768
     layer = 4 * hidden * hidden + 3 * hidden * ffn
-    layers = max(1, round((size / 2 - 2 * vocab * hidden) / layer))
+    layers = max(2, round((size / 2 - 2 * vocab * hidden) / layer))
     described = {
         "model_type": "llama",
         "num_hidden_layers": layers,

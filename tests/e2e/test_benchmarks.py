@@ -21,11 +21,13 @@ def run_tool(name: str, *words: str, timeout: float = 300) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["bench_step.py", "bench_engine.py", "bench_loss.py", "bench_client.py"])
+@pytest.mark.parametrize(
+    "name", ["bench_step.py", "bench_engine.py", "bench_loss.py", "bench_client.py", "bench_convert.py"]
+)
 def test_help_says_what_is_compared(name: str) -> None:
     said = run_tool(name, "--help")
     assert "--runs" in said
-    assert re.search("TRL's GRPOTrainer|transformers.generate|naive PyTorch|bare aiohttp", said)
+    assert re.search("TRL's GRPOTrainer|transformers.generate|naive PyTorch|bare aiohttp|bare safetensors", said)
 
 
 def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
@@ -46,6 +48,15 @@ def test_client_benchmark_prints_a_ratio_for_each_length_and_the_slope_of_memory
         assert f"{tokens} tokens: {requests} requests a round, 16 at once, 2 rounds" in said
     assert len(re.findall(r"ours / bare by (?:CPU )?time: \d+\.\d\d", said)) == 4
     assert re.search(r"slope [+-]\d+\.\d\d MiB/min", run_tool("bench_client.py", *words, "--soak", "3"))
+
+
+def test_conversion_benchmark_prints_a_ratio_for_each_verb_and_memory_below_its_limit(tmp_path: Path) -> None:
+    said = run_tool("bench_convert.py", "--gib", "0.4", "--runs", "1", "--folder", str(tmp_path))
+    assert "--max-memory 512 MiB" in said
+    rows = re.findall(r"^(\S+) +\d.*?\) +(\d+\.\d\d) +\d.*?\) +(\d+) \(", said, re.M)
+    assert [row[0] for row in rows] == ["baseline", "hf-to-megatron", "megatron-to-hf", "cast"]
+    assert all(int(peak) < 512 for _, _, peak in rows[1:])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.timeout(1000)
