@@ -125,9 +125,12 @@ class Engine:
         answers = self._generate(orjson.dumps(body))
         for answer, sequence, response in zip(answers, sequences, responses, strict=True):
             entries = answer["meta_info"]["input_token_logprobs"]
-            seen = [entry[1] for entry in entries]
-            if seen != sequence:
-                other = f"{len(sequence)} tokens {sequence[:8]}... were seen as {len(seen)} {seen[:8]}..."
+            last = self._expected.vocab_size - 1  # SGLang 0.5.23 shows the last entry of the vocabulary as token 0
+            seen, sent = ([0 if t == last else t for t in ids] for ids in ([e[1] for e in entries], sequence))
+            if seen != sent:
+                pairs = enumerate(zip(seen, sent, strict=False))
+                place = next((i for i, (a, b) in pairs if a != b), min(len(seen), len(sent)))
+                other = f"of {len(sent)} tokens it saw {len(seen)}, from place {place} on other ones"
             tail = entries[-len(response) :]
             scores.append(np.array([np.nan if entry[0] is None else entry[0] for entry in tail], np.float32))
         return np.concatenate(scores), other
