@@ -5,10 +5,13 @@
     disk        a version directory, written durably, and both servers have loaded it
                 against safetensors' own save_file, made durable, and load_file of the same tensors
 
-    python -m tools.bench_transport [--mib 512] [--bucket-mib 32] [--rounds 3]
+    python -m tools.bench_transport [--mib 512] [--bucket-mib 32] [--rounds 3] [--unpaused]
 
 The model is random, with next to no vocabulary and wide layers. Needs `launch/install_sglang.sh`, about 10 GiB of
 memory, and room for three times the weights in --folder. Rounds of both sides alternate, medians count.
+
+While it is paused, SGLang's scheduler polls for messages without rest: each server takes a core, which a small machine
+lacks. --unpaused leaves the pause out; the servers have nothing to do anyway.
 """
 
 from __future__ import annotations
@@ -191,6 +194,7 @@ class Trainer:
     hf: Any
     broadcast: Any
     control: Any
+    pauses: bool
     version: int = 0
 
     def update(self, send: Callable[[Any], None], in_session: bool) -> tuple[float, float]:
@@ -198,7 +202,8 @@ class Trainer:
         self.version += 1
         update = self.control.begin_update(self.version)
         began = time.perf_counter()
-        update.pause("retract")
+        if self.pauses:
+            update.pause("retract")
         if in_session:
             update.begin()
         inner = time.perf_counter()
@@ -213,7 +218,7 @@ class Trainer:
         return inner, time.perf_counter() - began
 
 
-def open_trainer(model: Path, urls: list[str], bucket_mib: int) -> Trainer:
+def open_trainer(model: Path, urls: list[str], bucket_mib: int, pauses: bool = True) -> Trainer:
     """A single trainer rank."""
     import torch.distributed as dist
 
@@ -235,7 +240,7 @@ def open_trainer(model: Path, urls: list[str], bucket_mib: int) -> Trainer:
     control = EngineControl(urls, timeout_s=TIMEOUT_S)
     settings = BroadcastSettings(torch.float32, bucket_mib * MIB, 8, 1, "gloo")
     store = dist.distributed_c10d._get_default_store()
-    return Trainer(chunks, hf, Broadcast(chunks, hf, settings, control.calls, store), control)
+    return Trainer(chunks, hf, Broadcast(chunks, hf, settings, control.calls, store), control, pauses)
 
 
 class PeakMemory:
@@ -353,6 +358,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="weights, at least")
     parser.add_argument("--bucket-mib", type=int, default=32, help="engine.bucket_mib")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--unpaused", action="store_true", help="leave out the pause, in which SGLang's scheduler polls")
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang", help="what serves")
     parser.add_argument("--python", type=Path, default=None, help="interpreter of SGLang's environment")
     parser.add_argument("--folder", type=Path, default=None, help="for files; default: a temporary one")
@@ -368,7 +374,7 @@ def main() -> None:
         print(f"{what}; {load_average()}", flush=True)
         bare = Bare(size, words.rounds + 1)
         with servers(words.engine, python, model, folder) as (urls, processes):
-            trainer = open_trainer(model, urls, words.bucket_mib)
+            trainer = open_trainer(model, urls, words.bucket_mib, not words.unpaused)
             sides = compare_broadcast(trainer, bare, processes, words.rounds)
             bare.close()
             ratios = {"broadcast": report("broadcast, begin to end", sides.ours, sides.bare, size, 0.8)}
