@@ -11,9 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config import Config, validate
 from megatron_rl.rollout.controller import serve
 from megatron_rl.rollout.endpoint import controller_file
+from megatron_rl.rollout.pull import ControllerClient
+from megatron_rl.rollout.sample import Group, Sample
+from megatron_rl.rollout.wire import decode, unpack_groups
 
 HOOK = "tests.unit.rollout_hooks:even_count"
 
@@ -91,3 +96,21 @@ def running_controller(cfg: Config) -> Iterator[None]:
         assert not thread.is_alive(), "the controller did not end"
     if failures:
         raise failures[0]
+
+
+def saved_groups(client: ControllerClient) -> tuple[list[Group], list[int]]:
+    """What a checkpoint would hold now: groups with all that is known of their tokens, and ids of unfinished ones."""
+    arrays, values = decode(client.get_state())
+    return unpack_groups(arrays, values["groups"]), values["state"]["pool"]["partial"]
+
+
+def log_probs_of(model: Path, sample: Sample) -> np.ndarray:
+    """float32 [R], the response's log-probs under these weights, in one pass."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.from_numpy(np.concatenate([sample.prompt_tokens, sample.response_tokens]))
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens[None]).logits[0, :-1]
+    found = torch.log_softmax(logits / sample.temperature, -1).gather(-1, tokens[1:, None])[:, 0]
+    return found[sample.prompt_length - 1 :].numpy()

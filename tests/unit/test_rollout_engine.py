@@ -15,18 +15,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from megatron_rl.config import Config, dump
 from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.controller import serve
 from megatron_rl.rollout.endpoint import controller_file
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
-from megatron_rl.rollout.sample import Group, Sample
-from megatron_rl.rollout.wire import RolloutShard, RolloutTable, decode, unpack_groups
+from megatron_rl.rollout.sample import Sample
+from megatron_rl.rollout.wire import RolloutShard, RolloutTable
 from tests.tiny import tiny_model
-from tests.unit.rollout_rig import config, running_controller, write_prompts
+from tests.unit.rollout_rig import config, log_probs_of, running_controller, saved_groups, write_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -291,34 +289,14 @@ def test_an_engine_that_was_not_updated_is_named_and_serves_again_when_it_was(en
         assert set(client.table(1).version_first) == {1}
 
 
-def of_version(tmp_path: Path, version: int) -> Path:
-    """Another model of the same shape."""
-    path = tmp_path / f"v{version}"
-    return tiny_model(path, vocab_size=64, layers=1, max_position_embeddings=64, seed=version)
-
-
-def saved_groups(client: ControllerClient) -> tuple[list[Group], list[int]]:
-    """What a checkpoint would hold now: groups with all that is known of their tokens, and ids of unfinished ones."""
-    arrays, values = decode(client.get_state())
-    return unpack_groups(arrays, values["groups"]), values["state"]["pool"]["partial"]
-
-
-def log_probs_of(model: Path, sample: Sample) -> np.ndarray:
-    """float32 [R], the response's log-probs under these weights, in one pass."""
-    tokens = torch.from_numpy(np.concatenate([sample.prompt_tokens, sample.response_tokens]))
-    with torch.inference_mode():
-        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens[None]).logits[0, :-1]
-    found = torch.log_softmax(logits / sample.temperature, -1).gather(-1, tokens[1:, None])[:, 0]
-    return found[sample.prompt_length - 1 :].numpy()
-
-
 @pytest.mark.parametrize(
     "rollout", [{"mode": "async"}, {"partial_rollouts": True, "oversample": 2.0}], ids=["async", "partial"]
 )
 def test_every_token_has_the_log_prob_of_the_weights_that_it_says_sampled_it(engine, tmp_path, rollout):
     """Weights that have nothing to do with each other, published while responses are generated in short segments."""
     steps = 5
-    models = [of_version(tmp_path, version) for version in range(steps + 1)]
+    shape = {"vocab_size": 64, "layers": 1, "max_position_embeddings": 64}
+    models = [tiny_model(tmp_path / f"v{version}", seed=version, **shape) for version in range(steps + 1)]
     rollout = {"max_response_tokens": 32, "max_prompt_tokens": 24, "segment_tokens": 8, **rollout}
     rollout |= {"dynamic_sampling": "off", "max_staleness": steps}
     cfg = config(tmp_path / "run", models[0], [engine], deterministic=False, steps=steps, rollout=rollout)
