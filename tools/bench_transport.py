@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="weights, at least")
     parser.add_argument("--bucket-mib", type=int, default=32, help="engine.bucket_mib")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--unpaused", action="store_true", help="leave out the pause, in which SGLang's scheduler polls")
+    parser.add_argument("--unpaused", action="store_true", help="leave out the pause, in which SGLang polls")
     parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang", help="what serves")
     parser.add_argument("--python", type=Path, default=None, help="interpreter of SGLang's environment")
     parser.add_argument("--folder", type=Path, default=None, help="for files; default: a temporary one")
