@@ -13,6 +13,7 @@ from megatron_rl.weights.families import family_of
 from megatron_rl.weights.layouts import Shard
 from megatron_rl.weights.mapping import Family, Mapped, mapped_parameters
 from megatron_rl.weights.reader import SafetensorsReader, some_names
+from megatron_rl.weights.safetensors_file import FLOATS
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
@@ -56,6 +57,12 @@ def _check_names(reader: SafetensorsReader, family: Family, hf: HfConfig) -> Non
 
 def _load(mapped: Mapped, reader: SafetensorsReader, shard: Shard, hf: HfConfig) -> None:
     sources = [reader[name] for name in mapped.hf]
+    for source in sources:
+        if source.dtype not in FLOATS:
+            raise WeightsError(
+                f"{reader.path}: {source.name} has dtype {str(source.dtype).removeprefix('torch.')}; weights are "
+                "32 or 16 bits of floating point: dequantise the model first"
+            )
     shapes = ", ".join(f"{source.name} {list(source.shape)}" for source in sources)
     try:
         local = mapped.layout.local(sources, shard, hf)

@@ -36,6 +36,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What weights may be made of."""
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 READ_AHEAD = 16 * 2**20
 """Bytes that the kernel is asked to fetch beyond a read, meanwhile."""

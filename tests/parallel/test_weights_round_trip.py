@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parallel
 
 WRITTEN = (*PLAIN, "tp2-pp2-vpp2")
 CASES = [(model, layout) for layout in WRITTEN for model in MODELS]
-BAD = ("left-over", "missing-tensor", "wrong-shape", "missing-file", "truncated", "index-lies", "unmapped")
+BAD = ("left-over", "missing-tensor", "wrong-shape", "missing-file", "truncated", "index-lies", "unmapped", "integer")
 
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
@@ -187,6 +187,8 @@ def damage(kind: str, path: Path) -> Path:
         del tensors["model.layers.3.mlp.up_proj.weight"]
     if kind == "wrong-shape":
         tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros(64, 96)
+    if kind == "integer":
+        tensors["model.layers.1.mlp.down_proj.weight"] = torch.ones(64, 128, dtype=torch.int8)
     if kind in {"missing-file", "index-lies"}:
         first = {name: tensor for name, tensor in tensors.items() if ".3." not in name}
         second = {name: tensor for name, tensor in tensors.items() if ".3." in name}
@@ -266,6 +268,7 @@ def test_wrapped_bfloat16_model_exports_the_rounded_checkpoint(
         ("missing-file", ["model-00002-of-00002.safetensors", "missing", "copy it again"]),
         ("truncated", ["model.safetensors", "cut short", "copy the file again"]),
         ("index-lies", ["model-00002-of-00002.safetensors", "model.layers.3.mlp.up_proj.weight"]),
+        ("integer", ["model.layers.1.mlp.down_proj.weight has dtype int8", "dequantise"]),
         ("unmapped", ["adapter.weight", "families/qwen3.py"]),
     ],
 )

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What weights may be made of."""
+from megatron_rl.weights.safetensors_file import FLOATS
+
 BLOCK_BYTES = 16 * 2**20
 """Read, checked and written at a time. Larger blocks do not stay in the allocator, and cost page faults every time."""
 

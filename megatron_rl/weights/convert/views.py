@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.weights import WeightsError
-from megatron_rl.weights.convert.tensors import FLOATS, Joined, Part, Rows
+from megatron_rl.weights.convert.tensors import Joined, Part, Rows
 from megatron_rl.weights.families import family_of
 from megatron_rl.weights.mapping import FUSED_NORMS, Row
 from megatron_rl.weights.reader import some_names
+from megatron_rl.weights.safetensors_file import FLOATS
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
