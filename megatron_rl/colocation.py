@@ -11,7 +11,8 @@ The engines' weights are lost when they are released: each of their turns begins
 the engines' turn only borrows the memory of their KV caches.
 
 Memory of an engine that has died is free, and an engine that was started again has all of its own: by their process ids
-(RUN/endpoints) both are told from one that waits without memory.
+(RUN/endpoints) both are told from one that waits without memory. Whether an engine that gave no answer in time has done
+what it was told is not known: nothing more is asked of its memory until its process is another one.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class EngineMemory:
     def __init__(self, engines: EngineControl, run: RunDir) -> None:
         self._engines, self._run = engines, run
         self._released: dict[str, frozenset[str]] = {}
+        self._unknown: set[str] = set()
+        """Gave no answer; SGLang's scheduler dies of being asked twice."""
         self._pids: dict[str, int] = {}
 
     def release_all(self) -> None:
@@ -87,13 +90,17 @@ class EngineMemory:
         self._forget_restarted()
         steps = {}
         for url in self._engines.urls:
-            if wanted := [tag for tag in tags if tag not in self._released.get(url, ())]:
+            wanted = [tag for tag in tags if tag not in self._released.get(url, ())]
+            if wanted and url not in self._unknown:
                 steps[url] = [PAUSE, ("/release_memory_occupation", {"tags": wanted})]
-        for url in self._settle("release of device memory", steps, timeout_s):
+
+        def book(url: str) -> None:
             self._released[url] = self._released.get(url, frozenset()) | frozenset(tags)
 
-    def resume(self, tags: Sequence[str], *, go_on: bool = False, timeout_s: float | None = None) -> None:
-        """Let engines take back what they have released of this; with `go_on`, they also generate again.
+        self._settle("release of device memory", steps, timeout_s, book)
+
+    def resume(self, tags: Sequence[str], timeout_s: float | None = None) -> None:
+        """Let engines take back what they have released of this.
 
         Raises:
             EngineError: an engine that runs cannot.
@@ -104,28 +111,48 @@ class EngineMemory:
         for url, released in self._released.items():
             if wanted := [tag for tag in tags if tag in released]:
                 steps[url] = [("/resume_memory_occupation", {"tags": wanted})]
-                steps[url] += [CONTINUE] if go_on else []
-        for url in self._settle("return of device memory", steps, timeout_s):
+
+        def book(url: str) -> None:
             self._released[url] -= frozenset(tags)
 
-    def _settle(self, what: str, steps: dict[str, list[Call]], timeout_s: float | None) -> list[str]:
-        """URLs that have done all of `steps`. One that cannot be reached is started again soon, with all its memory."""
-        results = self._engines.each(what, steps, timeout_s)
-        refused = [str(error) for error in results.values() if error and not isinstance(error, TransportError)]
-        if refused:
-            raise EngineError(f"{what}: {'; '.join(refused)}")
-        for url, error in results.items():
+        self._settle("return of device memory", steps, timeout_s, book)
+
+    def go_on(self, timeout_s: float | None = None) -> None:
+        """Let all engines generate again but those that are without memory, also any that were only paused.
+
+        One of which that is not known either can, or ends of it and is started again.
+        """
+        urls = [url for url in self._engines.urls if not self._released.get(url)]
+        found = self._engines.each("end of the pause", {url: [CONTINUE] for url in urls}, timeout_s)
+        for error in found.values():
             if error:
+                log.warning("%s", error)
+
+    def _settle(
+        self, what: str, steps: dict[str, list[Call]], timeout_s: float | None, book: Callable[[str], None]
+    ) -> None:
+        """Take `steps`, and `book` each URL that has done all of its own before an error is raised for another one."""
+        results = self._engines.each(what, steps, timeout_s)
+        refused = []
+        for url, error in results.items():
+            if error is None:
+                book(url)
+            elif isinstance(error, TransportError):
                 log.warning("%s: going on without it: %s", what, error)
                 self._released.pop(url, None)
-        return [url for url, error in results.items() if error is None]
+                self._unknown.add(url)
+            else:
+                refused.append(str(error))
+        if refused:
+            raise EngineError(f"{what}: {'; '.join(refused)}")
 
     def _forget_restarted(self) -> None:
         """A new process has released nothing yet; SGLang's scheduler dies when it is told to take that back."""
         pids = engine_pids(self._run.path, self._engines.urls)
-        for url in [url for url in self._released if pids.get(url) != self._pids.get(url)]:
+        for url in [url for url in (*self._released, *self._unknown) if pids.get(url) != self._pids.get(url)]:
             log.warning("engine %s was started again while its memory was released", url)
-            del self._released[url]
+            self._released.pop(url, None)
+            self._unknown.discard(url)
         self._pids = pids
 
 
@@ -200,9 +227,10 @@ class SharedDevices(Devices):
 
     def _give_back(self) -> None:
         try:
-            self._engines.resume([KV_CACHE], go_on=True, timeout_s=self._brief_s)
+            self._engines.resume([KV_CACHE], timeout_s=self._brief_s)
         except EngineError as error:
             log.warning("after the checkpoint: %s", error)
+        self._engines.go_on(self._brief_s)
 
     def _leave(self) -> None:
         self._state.to_host()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from megatron_rl.cluster.engine_process import Engine, RestartLimit
 from megatron_rl.cluster.rank_zero import RankZero
@@ -165,6 +166,66 @@ def test_one_that_keeps_its_memory_ends_the_run_but_does_not_keep_it_from_being_
             rig.devices.to_trainer()
 
     with_engines(tmp_path, check)
+
+
+def test_one_that_refuses_leaves_the_others_with_their_memory_and_at_work(tmp_path: Path) -> None:
+    def check(rig: Rig, engines: list[FakeEngine]) -> None:
+        rig.begin_sampling()
+        engines[0]._control = {"/release_memory_occupation": (400, {"message": "not idle"})}
+        with rig.devices.training_state():
+            pass
+        assert engines[0].requests[-3:] == [PAUSE, release(KV_CACHE), CONTINUE]
+        assert engines[1].requests[-4:] == [PAUSE, release(KV_CACHE), resume(KV_CACHE), CONTINUE]
+
+    with_engines(tmp_path, check)
+
+
+def test_memory_that_was_taken_back_is_not_asked_back_again_since_another_engine_refused(tmp_path: Path) -> None:
+    def check(rig: Rig, engines: list[FakeEngine]) -> None:
+        rig.begin_sampling()
+        engines[0]._control = {"/resume_memory_occupation": (400, {"message": "out of memory"})}
+        with rig.devices.training_state():
+            pass
+        assert CONTINUE not in engines[0].requests  # it would compute without a cache
+        engines[0].recover()
+        rig.devices.weights_are_loaded()
+        assert engines[0].requests[-2:] == [resume(KV_CACHE)] * 2
+        assert engines[1].requests[-2:] == [resume(KV_CACHE), CONTINUE]
+
+    with_engines(tmp_path, check)
+
+
+class Silent(FakeEngine):
+    """Gives no answer to requests of one path."""
+
+    path = ""
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        answer = await super()._handle(request)
+        if request.path == self.path:
+            await self.closing.wait()
+        return answer
+
+
+def test_nothing_is_asked_of_the_memory_of_one_that_gave_no_answer_until_it_was_started_again(tmp_path: Path) -> None:
+    def check(rig: Rig, engines: list[FakeEngine]) -> None:
+        rig.devices._brief_s = 0.4
+        rig.begin_sampling()
+        assert isinstance(engines[1], Silent)
+        engines[1].path = "/release_memory_occupation"
+        with rig.devices.training_state():
+            pass
+        assert engines[1].requests[-3:] == [PAUSE, release(KV_CACHE), CONTINUE]
+        rig.devices.to_trainer()
+        rig.begin_sampling()
+        assert engines[1].requests[-3:] == [PAUSE, release(KV_CACHE), CONTINUE]
+        assert engines[0].requests[-4:] == [PAUSE, release(KV_CACHE, WEIGHTS), resume(WEIGHTS), resume(KV_CACHE)]
+        engines[1].path = ""
+        rig.publish(1, engines[1].url, pid=200)
+        rig.devices.to_trainer()
+        assert engines[1].requests[-2:] == [PAUSE, release(KV_CACHE, WEIGHTS)]
+
+    with_engines(tmp_path, check, FakeEngine(), Silent())
 
 
 def test_a_dead_engine_waits_for_the_engines_turn_before_it_is_started_again(tmp_path: Path) -> None:
