@@ -54,6 +54,8 @@ class GroupPool:
         self._drops_uninformative = drops_uninformative
         self._waiting: list[int] = []
         self.partials: dict[int, Group] = {}
+        self._by_age: list[tuple[int, int]] = []
+        """Heap of (oldest version, id) of the partials: a minimum over all samples for each one would be quadratic."""
         self.in_flight: set[int] = set()
         self.finished: dict[int, Group] = {}
         self._usable: set[int] = set()
@@ -101,8 +103,8 @@ class GroupPool:
         """Take the suspended group with the oldest tokens to work again; None without one."""
         if not self.partials:
             return None
-        group = min(self.partials.values(), key=lambda g: (g.version_first, g.id))
-        del self.partials[group.id]
+        _, group_id = heapq.heappop(self._by_age)
+        group = self.partials.pop(group_id)
         self.in_flight.add(group.id)
         return group
 
@@ -120,14 +122,19 @@ class GroupPool:
         """The group was stopped; what it has is kept for `resume`."""
         self.in_flight.remove(group.id)
         self.partials[group.id] = group
+        heapq.heappush(self._by_age, (group.version_first, group.id))
 
     def give_back(self, ids: Iterable[int]) -> None:
         """These prompts wait again; what was generated for them is dropped."""
+        suspended = len(self.partials)
         for group_id in ids:
             if self.finished.pop(group_id, None) is None and self.partials.pop(group_id, None) is None:
                 self.in_flight.remove(group_id)
             self._usable.discard(group_id)
             heapq.heappush(self._waiting, group_id)
+        if len(self.partials) < suspended:
+            self._by_age = [entry for entry in self._by_age if entry[1] in self.partials]
+            heapq.heapify(self._by_age)
 
     def expire(self, too_old: Callable[[Group], bool], but: Collection[int] = ()) -> list[int]:
         """Give back finished and suspended groups that are too old, `but` these; returns their ids."""
@@ -169,6 +176,7 @@ class GroupPool:
         partial = set(books.get("partial", ()))
         self._waiting = sorted(set(books["waiting"]) - partial)
         self.partials = {group.id: group for group in groups if group.id in partial}
+        self._by_age = sorted((group.version_first, group.id) for group in self.partials.values())
         self.in_flight = set()
         self.finished, self._usable = {}, set()
         for group in groups:

@@ -70,16 +70,18 @@ class PoolMachine(RuleBasedStateMachine):
         assert not self.pool.partials
 
     @precondition(lambda self: self.pool.in_flight)
-    @rule(data=st.data())
-    def suspend(self, data: st.DataObject) -> None:
-        self.pool.suspend(partial_group(data.draw(st.sampled_from(sorted(self.pool.in_flight)))))
+    @rule(data=st.data(), version=st.integers(0, 3))
+    def suspend(self, data: st.DataObject, version: int) -> None:
+        self.pool.suspend(partial_group(data.draw(st.sampled_from(sorted(self.pool.in_flight))), version))
 
     @rule()
     def resume(self) -> None:
         before = set(self.pool.partials)
+        partials = list(self.pool.partials.values())
         group = self.pool.resume()
         assert (group is None) == (not before)
         assert group is None or group.id in before & self.pool.in_flight
+        assert group is None or group is min(partials, key=lambda g: (g.version_first, g.id))
 
     @rule(data=st.data())
     def restart_from_a_checkpoint(self, data: st.DataObject) -> None:
@@ -132,6 +134,19 @@ def test_prompts_that_were_given_back_come_first():
     pool.give_back([2, 0])
     assert ids == [0, 1, 2]
     assert [pool.admit(), pool.admit()] == [0, 2]
+
+
+def test_to_resume_all_groups_looks_at_each_of_them_a_few_times_only(monkeypatch: pytest.MonkeyPatch):
+    looks, plain = [], Group.version_first.fget
+    monkeypatch.setattr(Group, "version_first", property(lambda group: looks.append(group.id) or plain(group)))
+    pool = GroupPool(PromptCursor(100, seed=0), 100, drops_uninformative=False)
+    versions = [(7 * i) % 5 for i in range(100)]
+    for version in versions:
+        pool.suspend(partial_group(pool.admit(), version))
+    pool.give_back([3, 50])
+    resumed = [group.id for group in iter(pool.resume, None)]
+    assert resumed == sorted(({*range(100)} - {3, 50}), key=lambda i: (versions[i], i))
+    assert len(looks) <= 2 * 100
 
 
 def test_groups_of_older_weights_expire_and_fresh_ones_stay():
