@@ -97,6 +97,7 @@ class Replicas:
         self.router.serve([])
         self.version: int | None = None
         """What the engines were last said to hold; None before the first time."""
+        self._checksum: str | None = None
         self.on_out = on_out
         self._replicas = {url: Replica(url, heard_at=clock()) for url in urls}
         self._session, self._expected, self._weights_dir, self._clock = session, expected, weights_dir, clock
@@ -105,8 +106,13 @@ class Replicas:
 
     # ---- what is told to it
 
-    def publish(self, version: int, serving: Collection[str] | None) -> None:
-        """These replicas hold weights `version` (None: all that serve); others are out until they are seen to."""
+    def publish(self, version: int, serving: Collection[str] | None, checksum: str | None = None) -> None:
+        """These replicas hold weights `version` (None: all that serve); others are out until they are seen to.
+
+        `checksum`: what an engine says of these weights; None: what RUN/weights/current.json says, if it knows them.
+        """
+        if serving is not None or version != self.version:
+            self._checksum = checksum
         self.version = version
         held = None if serving is None else {url.rstrip("/") for url in serving}
         for replica in self._replicas.values():
@@ -226,7 +232,9 @@ class Replicas:
                 raise _NeedsWeights(f"holds other weights than the published version {self.version}: wrong checksum")
 
     def _published_checksum(self) -> str | None:
-        """That of RUN/weights/current.json, if it speaks of the published version."""
+        """As the trainer told, else that of RUN/weights/current.json, if it speaks of the published version."""
+        if self._checksum is not None:
+            return self._checksum
         try:
             current = json.loads((self._weights_dir / "current.json").read_text()) if self._weights_dir else {}
         except (FileNotFoundError, ValueError):
