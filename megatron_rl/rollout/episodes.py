@@ -91,7 +91,7 @@ class Episode:
     """One conversation with an environment. Calls come one after the other; when one fails, none may follow."""
 
     def __init__(self, number: int, record: PromptRecord, place: _Place) -> None:
-        self.number, self.life = number, -1
+        self.number, self.life, self.ended = number, -1, False
         self._reset = {"episode": number, "reset": frames.job(record, "")}
         self._place = place
         self.said: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -107,7 +107,9 @@ class Episode:
         return Step(**await self._call({"episode": self.number, "step": text}))
 
     def end(self) -> None:
-        """Forget it, whatever state it is in."""
+        """Forget it, whatever state it is in; calls that nobody waits for any more are not made."""
+        self.ended = True
+        self._place.episodes -= 1
         self._place.forget(self)
 
     async def _call(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -173,15 +175,24 @@ class _Place:
     async def _call(self, episode: Episode, call: dict[str, Any]) -> dict[str, Any]:
         async with self._lock:
             try:
-                return await self._try(episode, call)
-            except WorkerDied as first:  # whoever killed it rarely meant this call
-                log.warning("a process of rollout.environment=%r ended (%s); its calls are repeated", self._name, first)
-            try:
-                return await self._try(episode, call)
-            except WorkerDied as error:
-                raise EnvironmentFailed(f"its process ended twice during one call: {error}") from None
+                return await self._try_twice(episode, call)
+            finally:
+                if episode.ended:  # meanwhile, and the call may have made what was to be forgotten
+                    self.forget(episode)
+
+    async def _try_twice(self, episode: Episode, call: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self._try(episode, call)
+        except WorkerDied as first:  # whoever killed it rarely meant this call
+            log.warning("a process of rollout.environment=%r ended (%s); its calls are repeated", self._name, first)
+        try:
+            return await self._try(episode, call)
+        except WorkerDied as error:
+            raise EnvironmentFailed(f"its process ended twice during one call: {error}") from None
 
     async def _try(self, episode: Episode, call: dict[str, Any]) -> dict[str, Any]:
+        if episode.ended:
+            raise EnvironmentFailed("its conversation had ended before it was this call's turn")
         if self._worker is None:
             try:
                 await self.start()
@@ -213,8 +224,7 @@ class _Place:
         return answer
 
     def forget(self, episode: Episode) -> None:
-        """Whenever the process gets to it; nothing is waited for."""
-        self.episodes -= 1
+        """Whenever the process gets to it; nothing is waited for. It may be told so twice."""
         if self._worker is not None and episode.life == self._life:
             with contextlib.suppress(ConnectionError, RuntimeError):  # it is just ending
                 self._worker.send({"forget": episode.number})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 from megatron_rl.data import PromptRecord
 
@@ -23,6 +24,19 @@ class Counts:
     def step(self, text: str) -> tuple[str, bool, float | None]:
         self._turns += 1
         return f"{self._turns}:{text}", self._turns >= self._last, self._reward
+
+
+class Counted(Counts):
+    """Answers with how many of them there are in its process."""
+
+    alive: ClassVar[weakref.WeakSet[Counted]] = weakref.WeakSet()
+
+    def reset(self, record: PromptRecord) -> str | None:
+        self.alive.add(self)
+        return super().reset(record)
+
+    def step(self, text: str) -> tuple[str, bool, float | None]:
+        return str(len(self.alive)), False, None
 
 
 class Faulty(Counts):

@@ -137,6 +137,26 @@ def test_a_caller_that_is_cancelled_leaves_its_answer_to_nobody_else():
     asyncio.run(talk())
 
 
+@pytest.mark.parametrize("turns_of_the_loop", range(4))
+def test_a_conversation_that_is_cancelled_leaves_no_environment_behind(turns_of_the_loop: int):
+    async def talk() -> str:
+        async with EnvironmentPool(rollout("Counted")) as pool:
+            episodes = [pool.episode(RECORD) for _ in range(3)]
+            calls = [asyncio.ensure_future(episode.reset()) for episode in episodes]
+            for _ in range(turns_of_the_loop):  # none has begun, or the first one waits for its answer
+                await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            for episode in episodes:
+                episode.end()
+            left = pool.episode(RECORD)
+            await left.reset()
+            return (await left.step("?")).observation
+
+    assert asyncio.run(talk()) == "1"
+
+
 @pytest.mark.parametrize(
     ("name", "args", "complaint"),
     [
