@@ -41,7 +41,7 @@ def staleness_metrics(ages: Sequence[NDArray[np.int64]], max_staleness: int) -> 
     """Mean, largest, and the share of tokens at each age from 0 to `max_staleness`; what is older counts as `over`.
 
     Args:
-        ages: int64 [T_i] of every sequence, the staleness of its tokens; all of them together are the denominator.
+        ages: int64 [N_i] of every sequence, the staleness of its trainable tokens; all together are the denominator.
         max_staleness: the limit of the run.
 
     >>> staleness_metrics([np.array([0, 0, 1]), np.array([3])], 1)

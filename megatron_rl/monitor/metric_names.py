@@ -31,7 +31,7 @@ _TRAINED = "sequences with at least one trainable token"
 _SAMPLES = "finished samples of the step, before groups are dropped"
 _ANSWERS = "evaluated samples"
 _ONE = "one value a step"
-_RESPONSES = "response tokens of the batch"
+_UNMASKED = "trainable response tokens before any is masked for its age"
 _TURNS = "with rollout.environment"
 _OFF_POLICY = "asynchronous, one step off, or with partial rollouts"
 
@@ -60,14 +60,14 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("rollout/groups_dropped_fraction", "groups without a learning signal", "share", "groups generated"),
     MetricInfo("rollout/groups_generated", "groups generated to fill the batch", "groups", _ONE),
     MetricInfo("rollout/sample_rounds", "rounds of sampling until the batch was full", "rounds", _ONE),
-    MetricInfo("rollout/staleness_mean", "weight versions that a token is behind", "versions", _RESPONSES, _OFF_POLICY),
+    MetricInfo("rollout/staleness_mean", "weight versions that a token is behind", "versions", _UNMASKED, _OFF_POLICY),
     MetricInfo("rollout/staleness_max", "most that a token is behind", "versions", _ONE, _OFF_POLICY),
-    MetricInfo("rollout/staleness_share_<k>", "tokens that are k versions behind", "share", _RESPONSES, _OFF_POLICY),
+    MetricInfo("rollout/staleness_share_<k>", "tokens that are k versions behind", "share", _UNMASKED, _OFF_POLICY),
     MetricInfo(
-        "rollout/staleness_share_over", "tokens further behind than max_staleness", "share", _RESPONSES, _OFF_POLICY
+        "rollout/staleness_share_over", "tokens further behind than max_staleness", "share", _UNMASKED, _OFF_POLICY
     ),
     MetricInfo(
-        "rollout/stale_masked_fraction", "tokens taken out of the loss for their age", "share", _RESPONSES, _OFF_POLICY
+        "rollout/stale_masked_fraction", "tokens taken out of the loss for their age", "share", _UNMASKED, _OFF_POLICY
     ),
     MetricInfo("rollout/stale_groups_dropped", "groups dropped for the age of a token", "groups", _ONE, _OFF_POLICY),
     MetricInfo(

@@ -34,7 +34,7 @@ from .pace import Pace
 from .pool import Choice, GroupPool, choose
 from .progress import Maker, Status, StepConflict, StepProgress
 from .sample import Group
-from .seen import Seen, choice_metrics, staleness_of_batch, tokens_of
+from .seen import Ages, Seen, ages_of, choice_metrics, staleness_of_batch, tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -116,9 +116,10 @@ class Scheduler:
         groups = [self.pool.finished[i] for i in choice.batch]
         require_published_versions(groups, progress.step)
         require_rewards(groups)
+        ages = ages_of(groups, progress.step)
         masked = mask_old_tokens(groups, self._cfg.rollout, progress.step)
         progress.choice, progress.status = choice, "ready"
-        progress.metrics = self._measure(choice, groups, masked)
+        progress.metrics = self._measure(choice, groups, ages, masked)
         log.info("step %d: ready, %s", progress.step, self.counts())
         self._seen, self._owed_since = Seen(), None
 
@@ -253,7 +254,7 @@ class Scheduler:
             return not group.unfinished and max(s.version_last for s in group.samples) < self._oldest
         return policy == "drop" and group.version_first < self._oldest
 
-    def _measure(self, choice: Choice, groups: list[Group], masked: int) -> dict[str, float]:
+    def _measure(self, choice: Choice, groups: list[Group], ages: Ages, masked: int) -> dict[str, float]:
         pace, rollout = self.pace, self._cfg.rollout
         mask = rollout.dynamic_sampling == "mask"
         found = choice_metrics(choice, groups, mask, pace.round, self.pool.cursor.size)
@@ -263,7 +264,7 @@ class Scheduler:
         waiting = [g for g in self.pool.finished.values() if g.id not in looked_at]
         others = [*waiting, *self.pool.partials.values(), *self._at_work()]
         step = self.progress.step
-        return found | staleness_of_batch(groups, others, self._seen, step, pace.max_staleness, masked)
+        return found | staleness_of_batch(ages, others, self._seen, choice, step, pace.max_staleness, masked)
 
     def _at_work(self) -> list[Group]:
         """Groups in flight that have a token."""

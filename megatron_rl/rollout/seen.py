@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.algorithms.staleness import staleness_metrics, token_versions
 
 from .pool import Choice
 from .sample import Group
+
+Ages = list[NDArray[np.int64]]
+"""int64 [N_i] of every sample."""
 
 
 @dataclass
@@ -69,27 +75,39 @@ def choice_metrics(
     }
 
 
+def ages_of(groups: Iterable[Group], step: int) -> Ages:
+    """For every sample the staleness in `step` of its trainable tokens. To be asked before any is masked for it."""
+    samples = [sample for group in groups for sample in group.samples]
+    return [step - token_versions(sample.spans)[sample.loss_mask] for sample in samples]
+
+
 def staleness_of_batch(
-    chosen: Sequence[Group], others: Collection[Group], seen: Seen, step: int, max_staleness: int, masked: int
+    ages: Ages,
+    others: Collection[Group],
+    seen: Seen,
+    choice: Choice,
+    step: int,
+    max_staleness: int,
+    masked: int,
 ) -> dict[str, float]:
     """How old the tokens of a batch are, and what waits beside it.
 
     Args:
-        chosen: the groups of the batch.
-        others: all other groups that are alive.
+        ages: see `ages_of`.
+        others: all groups alive that are not looked at for the batch.
         seen: counts since the batch before.
+        choice: the groups of the batch.
         step: whose batch it is; its weights are version `step`.
         max_staleness: the limit of the run.
-        masked: tokens that were taken out of the loss for their age.
+        masked: of these tokens, those that were taken out of the loss for their age.
     """
-    ages = [step - token_versions(sample.spans) for group in chosen for sample in group.samples]
     waiting = [step - group.version_first for group in others]
     tokens = sum(map(len, ages))
     return {
         **{f"rollout/staleness_{name}": value for name, value in staleness_metrics(ages, max_staleness).items()},
         "rollout/stale_masked_fraction": masked / max(1, tokens),
         "rollout/stale_groups_dropped": float(seen.stale_groups),
-        "rollout/stale_dropped_fraction": seen.stale_groups / (seen.stale_groups + len(chosen)),
+        "rollout/stale_dropped_fraction": seen.stale_groups / (seen.stale_groups + len(choice.batch)),
         "rollout/resumed_tokens": float(seen.resumed_tokens),
         "rollout/pool_groups": float(len(others)),
         "rollout/pool_groups_partial": float(sum(bool(group.unfinished) for group in others)),

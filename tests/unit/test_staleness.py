@@ -17,7 +17,9 @@ from megatron_rl.rollout.acceptance import (
     require_published_versions,
     require_started_version,
 )
+from megatron_rl.rollout.pool import Choice
 from megatron_rl.rollout.sample import Group, Span
+from megatron_rl.rollout.seen import Seen, ages_of, staleness_of_batch
 
 
 def group_of(versions: list[list[int]], started: int = 0) -> Group:
@@ -65,6 +67,19 @@ def test_old_tokens_leave_the_loss_as_configured(values, expected):
     masked = mask_old_tokens([group], off_policy(**values), step=5)
     assert [sample.loss_mask.tolist() for sample in group.samples] == expected
     assert masked == 4 - sum(map(sum, expected))
+
+
+def test_ages_and_masked_tokens_are_counted_over_what_was_trainable_before_masking():
+    group = group_of([[3, 4, 5], [2, 2, 2]])
+    group.samples[0].append_observation([7] * 4)  # counts as version 5
+    group.samples[1].exclude()
+    ages = ages_of([group], 5)
+    masked = mask_old_tokens([group], off_policy(stale_policy="mask_stale_tokens"), step=5)
+    found = staleness_of_batch(ages, [], Seen(), Choice([5], []), step=5, max_staleness=1, masked=masked)
+    assert found["rollout/staleness_mean"] == 1.0
+    assert found["rollout/staleness_max"] == 2.0
+    assert found["rollout/staleness_share_0"] == pytest.approx(1 / 3)
+    assert found["rollout/staleness_share_over"] == found["rollout/stale_masked_fraction"] == pytest.approx(1 / 3)
 
 
 def test_masking_again_changes_nothing_and_what_was_masked_stays_so():
