@@ -103,7 +103,9 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("optimizer/grad_norm", "norm of the gradient before clipping", "L2 norm", _ONE),
     MetricInfo("optimizer/lr", "learning rate", "1", _ONE),
     MetricInfo("optimizer/skipped", "updates skipped because a value was not finite", "updates", _ONE),
-    MetricInfo("gap/mean_abs", "difference of log-probabilities, trainer to engine", "nats", _TOKENS),
+    MetricInfo(
+        "gap/mean_abs", "difference of log-probabilities, trainer to engine at a token's version", "nats", _TOKENS
+    ),
     MetricInfo("gap/max_abs", "largest such difference", "nats", _ONE),
     MetricInfo("gap/outside_fraction", "tokens whose ratio to the engine is not in 0.8 to 1.25", "share", _TOKENS),
     MetricInfo("gap/rho_mean", "ratio of old to engine probability, before truncation", "ratio", _TOKENS),

@@ -100,6 +100,13 @@ def test_one_bad_step_is_no_trend() -> None:
     assert observe(rows) == []
 
 
+@pytest.mark.parametrize("start", [0.008, 0.2])
+def test_the_gap_is_not_judged_where_the_age_of_tokens_is_in_it(start: float) -> None:
+    rows = constant_then("gap/mean_abs", start, 0.3)
+    assert observe(rows)
+    assert observe([row | {"rollout/staleness_mean": 1.0} for row in rows]) == []
+
+
 def test_a_gradient_spike_informs_with_its_step() -> None:
     rows: list[dict[str, float | None]] = [{"optimizer/grad_norm": 0.4} for _ in range(30)]
     rows[24] = {"optimizer/grad_norm": 50.0}
