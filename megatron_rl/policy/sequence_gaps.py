@@ -25,7 +25,7 @@ def sequence_gaps(
         rows: samples of the step's table, B.
         total: adds up float64 [3, B] over data-parallel ranks; called once, by all ranks.
 
-    None for a sample that takes no part in the step.
+    None for a sample that takes no part in the step, or has no trainable token: 0 would be perfect agreement.
 
     Raises:
         ValueError: old or behaviour log-probs are not filled in.
@@ -33,7 +33,7 @@ def sequence_gaps(
     found = np.zeros((3, rows), np.float64)
     for local in updates:
         mine = local.update.samples[local.update.local(local.dp_rank)]
-        found[0, mine] = 1.0
+        found[0, mine] = local.batch.trainable_counts > 0
         found[1:, mine] = batch_gaps(local.batch)
     known, mean, largest = total(found)
     return {

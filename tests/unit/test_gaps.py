@@ -100,6 +100,17 @@ def test_every_rank_learns_the_gap_of_every_sample_that_was_trained_on() -> None
         assert told == pytest.approx(expected[row].tolist()) if row in expected else told == [None, None]
 
 
+def test_a_sample_without_a_trainable_token_has_no_gap() -> None:
+    (update,) = plan_step(table(), config(1), step=0)
+    rows = update.samples[update.local(0)]
+    batch = filled(table()["response_length"][rows] + 1, np.random.default_rng(2))
+    batch.mask[batch.offsets[0] : batch.offsets[1]] = False
+    found = sequence_gaps([LocalUpdate(update, 0, batch)], len(table()["reward"]), lambda values: values)
+    for name in GAPS:
+        assert found[name][rows[0]] is None
+        assert found[name][rows[1]] > 0
+
+
 def test_the_dump_holds_the_gaps_of_the_trained_samples_and_ignores_what_was_not_sampled(tmp_path: Path) -> None:
     groups = []
     for group_id in (4, 6):
