@@ -22,7 +22,7 @@ import typer
 from megatron_rl.config import Config
 from megatron_rl.weights.current import CurrentWeights, to_start_with
 
-from .embedded.options import SPARE_TOKENS, Dtype, EmbeddedOptions
+from .embedded.options import SPARE_ROWS, SPARE_TOKENS, Dtype, EmbeddedOptions
 from .sglang import serve_sglang, sglang_from_config
 from .sglang_command import SglangOptions
 from .sglang_install import find_python
@@ -106,7 +106,7 @@ def options_from_config(
         endpoint_file=str(run_dir / "endpoints" / f"engine-{replica}.json"),
         dtype=dtype,
         api_key=cfg.engine.read_api_key(run_dir),
-        max_running_requests=cfg.engine.max_running_requests,
+        max_running_requests=cfg.engine.max_running_requests + (SPARE_ROWS if cfg.rollout.mode == "async" else 0),
         deterministic=cfg.deterministic,
         context_length=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens + SPARE_TOKENS,
         seed=cfg.seed + replica,

@@ -24,7 +24,7 @@ from megatron_rl.config import Config
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.current import CurrentWeights, to_start_with
 
-from .embedded.options import SPARE_TOKENS
+from .embedded.options import SPARE_ROWS, SPARE_TOKENS
 from .server_process import ServerFailed, ServerProcess, call
 from .sglang_command import SglangOptions, command_line, environment
 from .sglang_install import SglangError, find_python, require_tested
@@ -59,7 +59,7 @@ def sglang_from_config(
         weight_version=str(weights.version),
         weights_checksum=weights.checksum,
         dtype=cfg.model.dtype if e.dtype == "model" else e.dtype,
-        max_running_requests=e.max_running_requests,
+        max_running_requests=e.max_running_requests + (SPARE_ROWS if cfg.rollout.mode == "async" else 0),
         context_length=max(longest + SPARE_TOKENS, WARM_UP_TOKENS),
         tp=e.tp,
         dp=e.dp,

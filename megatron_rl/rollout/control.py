@@ -19,6 +19,8 @@ from .weight_update import Checksums, WeightUpdate, read_checksums
 
 log = logging.getLogger(__name__)
 POLL_S = 0.2
+STOP_S = 10.0
+"""How long `each` goes on when the run is to end: a replica that is well needs less."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class EngineControl:
         self.urls = [url.rstrip("/") for url in urls]
         self.calls = FanOut(api_key=api_key, logs=logs)
         self.timeout_s, self.patience_s = timeout_s, patience_s
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Whether the run is to end; set by whoever learns that. `each` then waits no longer than `STOP_S`."""
 
     def close(self) -> None:
         """End the connections."""
@@ -141,18 +145,6 @@ class EngineControl:
         """`/model_info` of each replica, by URL."""
         return self.calls.get("/model_info", self.urls, self.timeout_s).result().require_all("model_info")
 
-    def pause(self, mode: str = "retract") -> None:
-        """Stop decoding; `retract` keeps requests waiting, `abort` ends them, `in_place` keeps their cache."""
-        self._post("/pause_generation", {"mode": mode}).require_all(f"pause ({mode})")
-
-    def resume(self) -> None:
-        """Decode again."""
-        self._post("/continue_generation", {}).require_all("continue")
-
-    def abort_all(self) -> None:
-        """End all requests."""
-        self._post("/abort_request", {"abort_all": True}).require_all("abort")
-
     def each(
         self, what: str, steps: Mapping[str, Sequence[tuple[str, dict[str, Any]]]], timeout_s: float | None = None
     ) -> dict[str, EngineError | None]:
@@ -161,21 +153,34 @@ class EngineControl:
         Args:
             what: in words, for messages.
             steps: by URL.
-            timeout_s: another deadline of one step than usual.
+            timeout_s: another deadline of all steps than usual.
 
         Returns:
             By URL what went wrong, a TransportError where the replica could not be reached; None = nothing.
         """
         found: dict[str, EngineError | None] = dict.fromkeys(steps)
+        deadline, give_up = time.monotonic() + (timeout_s or self.timeout_s), self._soon_after_interruption()
         for number in range(max(map(len, steps.values()), default=0)):
             now = {url: todo[number] for url, todo in steps.items() if len(todo) > number and found[url] is None}
             for path in dict.fromkeys(path for path, _ in now.values()):
                 bodies = {url: body for url, (wanted, body) in now.items() if wanted == path}
-                replies = self.calls.post(path, bodies, timeout_s or self.timeout_s).result()
+                left = max(0.0, deadline - time.monotonic())
+                replies = self.calls.post(path, bodies, left).result_unless(give_up)
                 for url, error in replies.failures.items():
                     kind = TransportError if isinstance(error, TransportError) else EngineError
                     found[url] = kind(f"{what}: step {path.removeprefix('/')} failed: {error}")
         return found
+
+    def _soon_after_interruption(self) -> Callable[[], bool]:
+        """Whether `STOP_S` have passed since this function first saw that the run is to end."""
+        since: list[float] = []
+
+        def give_up() -> bool:
+            if not since and self.interrupted():
+                since.append(time.monotonic())
+            return bool(since) and time.monotonic() >= since[0] + STOP_S
+
+        return give_up
 
     def _post(self, path: str, body: Any) -> Replies:
         return self.calls.post(path, dict.fromkeys(self.urls, body), self.timeout_s).result()

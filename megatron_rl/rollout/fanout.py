@@ -27,6 +27,10 @@ class Interrupted(EngineError):
     """The run is to end; what the engines hold is none of its concern any more."""
 
 
+class NoAnswer(TransportError):
+    """Nothing came within the deadline, and nothing else is known: a replica that is only busy does the same."""
+
+
 @dataclass(frozen=True)
 class Replies:
     """What each replica said: JSON (None when empty, text when it is none) or why there is no answer."""
@@ -68,11 +72,21 @@ class Pending:
         Raises:
             Interrupted: `interrupted()` came first; what is on its way is given up.
         """
+        replies, given_up = self._wait(interrupted)
+        if given_up:
+            raise Interrupted("interrupted: the run is to end")
+        return replies
+
+    def result_unless(self, give_up: Callable[[], bool]) -> Replies:
+        """Wait for all; those that have not answered when `give_up()` have failed. Never raises for a replica."""
+        return self._wait(give_up)[0]
+
+    def _wait(self, give_up: Callable[[], bool]) -> tuple[Replies, bool]:
         while wait(self._futures.values(), POLL_S).not_done:
-            if interrupted():
+            if give_up():
                 self.cancel()
-                raise Interrupted("interrupted: the run is to end")
-        return self.so_far()
+                return self.so_far(), True
+        return self.so_far(), False
 
     def cancel(self) -> None:
         """Close the connections that are still waiting."""
@@ -148,7 +162,7 @@ class FanOut:
                     return _read(url, response.status, await response.read())
         except TimeoutError:
             log = f"; look at {self._logs[url]}" if url in self._logs else ""
-            raise TransportError(f"engine {url}: no answer to {path} within {timeout_s:.3g} s{log}") from None
+            raise NoAnswer(f"engine {url}: no answer to {path} within {timeout_s:.3g} s{log}") from None
         except aiohttp.ClientError as error:
             raise TransportError(f"engine {url}: {type(error).__name__}: {error}; is it running?") from error
 

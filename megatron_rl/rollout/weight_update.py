@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .fanout import FanOut, Pending, Replies
+from .fanout import FanOut, NoAnswer, Pending, Replies
 from .protocol import EngineError, TransportError, parse_version
 
 log = logging.getLogger(__name__)
 FLUSH_ATTEMPTS, FLUSH_PAUSE_S = 50, 0.1
 CONTROL_TIMEOUT_S = 60.0
 """Deadline of one control call that moves no weights: a replica that hangs costs the others no more than this."""
+PROBE_TIMEOUT_S = 10.0
+"""A probe may stand behind all requests that the pause has sent back to wait. The trainer does not wait for those."""
+DISOWN_TIMEOUT_S = 10.0
 NO_VERSION = "-1"
 """The label of weights that are not those of any version."""
 
@@ -114,7 +117,8 @@ class WeightUpdate:
     def resume(self) -> None:
         """Decode again; each replica must then report the version."""
         self._post("/continue_generation", {})
-        replies = self._calls.get("/model_info", self.left, CONTROL_TIMEOUT_S).result(self._interrupted)
+        timeout_s = min(CONTROL_TIMEOUT_S, self._remaining())
+        replies = self._wait(self._calls.get("/model_info", self.left, timeout_s))
         self._drop(replies.failures, "model_info")
         found = {u: a.get("weight_version") if isinstance(a, dict) else a for u, a in replies.answers.items()}
         wrong = {url: label for url, label in found.items() if _version(label) != self.version}
@@ -129,6 +133,8 @@ class WeightUpdate:
     def probe(self, tokens: Sequence[int], expected: LogProbs | None, tolerance: float) -> None:
         """The log-probs of a short text must be those of the trainer, and of the other replicas.
 
+        A replica that is too busy to say them keeps the weights, whose checksums were right.
+
         Args:
             tokens: the text, at least two tokens.
             expected: float32 [len(tokens) - 1], the trainer's log-probs of all but the first token.
@@ -141,7 +147,13 @@ class WeightUpdate:
             "logprob_start_len": 0,
         }
         found, wrong = {}, {}
-        for url, answer in self._post("/generate", body).items():
+        timeout_s = min(PROBE_TIMEOUT_S, self._remaining())
+        replies = self._wait(self._calls.post("/generate", dict.fromkeys(self.left, body), timeout_s))
+        busy = [url for url, error in replies.failures.items() if isinstance(error, NoAnswer)]
+        if busy:
+            log.info("weights %d: too busy for the probe of log-probs: %s", self.version, ", ".join(busy))
+        self._drop({url: error for url, error in replies.failures.items() if url not in busy}, "generate")
+        for url, answer in replies.answers.items():
             try:
                 entries = answer["meta_info"]["input_token_logprobs"]
                 found[url] = np.array([entry[0] for entry in entries[1:]], np.float32)
@@ -159,7 +171,8 @@ class WeightUpdate:
         """Take the label off replicas that got it and then failed, so that nobody believes it. Never raises."""
         named = [url for url in self.failed if url in self._named]
         body = {"new_version": NO_VERSION, "abort_all_requests": False}
-        self._calls.post("/update_weight_version", dict.fromkeys(named, body), CONTROL_TIMEOUT_S).result()
+        calls = self._calls.post("/update_weight_version", dict.fromkeys(named, body), DISOWN_TIMEOUT_S)
+        calls.result_unless(self._interrupted)
 
     # ------------------------------------------------------------------------------------------------------- parts
 

@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_rl.rollout import control as control_module
 from megatron_rl.rollout import weight_update
 from megatron_rl.rollout.control import EngineControl, WeightsHeld
 from megatron_rl.rollout.protocol import EngineError, TransportError
-from tests.unit.fake_sglang import FakeEngine, says
+from tests.unit.fake_sglang import FakeEngine, resets, says
 
 T = TypeVar("T")
 WEIGHTS = "/weights/v000003"
@@ -209,15 +211,15 @@ def test_an_update_that_waits_for_an_engine_is_given_up_when_the_run_is_to_end()
 
 
 def test_calls_to_all_name_every_engine_that_failed() -> None:
-    engines = [FakeEngine(control={"/pause_generation": (500, "x")}) for _ in range(2)]
+    engines = [FakeEngine(control={"/model_info": (500, "x")}) for _ in range(2)]
 
     def action(control: EngineControl) -> str:
         with pytest.raises(EngineError) as caught:
-            control.pause("in_place")
+            control.model_info()
         return str(caught.value)
 
     message = with_engines(engines, action)
-    assert "pause (in_place) failed" in message
+    assert "model_info failed" in message
     assert all(engine.url in message for engine in engines)
 
 
@@ -239,6 +241,41 @@ def test_each_replica_takes_its_own_steps_until_one_fails() -> None:
     ]
     assert results[engines[0].url] is results[engines[2].url] is None
     assert "a rest: step pause_generation failed" in str(results[engines[1].url])
+
+
+REST: list[tuple[str, dict[str, Any]]] = [("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})]
+
+
+def test_the_steps_of_each_replica_have_one_deadline_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, left = [100.0], []
+    monkeypatch.setattr(control_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def action(control: EngineControl) -> None:
+        post = control.calls.post
+
+        def record(path: str, bodies: Any, timeout_s: float) -> Any:
+            left.append(timeout_s)
+            now[0] += 20.0
+            return post(path, bodies, timeout_s)
+
+        control.calls.post = record  # type: ignore[method-assign]
+        control.each("a rest", {control.urls[0]: REST}, 50.0)
+
+    with_engines([FakeEngine()], action)
+    assert left == [50.0, 30.0]
+
+
+def test_a_replica_that_is_silent_is_given_up_when_the_run_is_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "STOP_S", 0.0)
+    dead = silent(FakeEngine())
+
+    def action(control: EngineControl) -> EngineError | None:
+        control.interrupted = lambda: True
+        return control.each("a rest", {dead.url: REST}, 600.0)[dead.url]
+
+    error = with_engines([dead], action)
+    assert isinstance(error, TransportError)
+    assert "given up" in str(error)
 
 
 def test_waiting_for_engines_ends_when_all_are_ready() -> None:
@@ -328,6 +365,21 @@ def test_without_a_trainer_the_median_decides() -> None:
 @pytest.mark.parametrize("log_probs", [[None, -2.0], [-1.0], [-1.0, -2.0, -3.0], [float("nan"), -1.0]])
 def test_an_answer_without_a_number_for_each_token_is_a_failure(log_probs: Any) -> None:
     assert probed(log_probs, expected=[-1.0, -2.0]).keys() == {"0"}
+
+
+def test_an_engine_that_is_too_busy_for_the_probe_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_update, "PROBE_TIMEOUT_S", 0.2)
+    busy, broken = FakeEngine(), FakeEngine(resets())
+    busy.always = busy.hang()
+
+    def action(control: EngineControl) -> weight_update.WeightUpdate:
+        update = control.begin_update(1)
+        update.probe([5, 6, 6], np.array([-1.0, -2.0], np.float32), 0.05)
+        return update
+
+    update = with_engines([busy, broken], action, timeout_s=60.0)
+    assert update.left == [busy.url]
+    assert update.failed.keys() == {broken.url}
 
 
 def test_the_deadline_of_an_update_runs_from_its_beginning() -> None:

@@ -92,3 +92,14 @@ def test_old_and_surplus_sequences_make_room() -> None:
     assert parked.take(np.array([3])) is saved
     parked.put(np.array([6]), torch.zeros(26))  # more than there is
     assert len(parked) == 0
+
+
+def test_new_weights_compute_afresh_what_ended_sequences_left(rig: Rig) -> None:
+    first = request("first", [7, 8], 5)
+    rig.run([first])
+    name = rig.scheduler.version
+    rig.call(lambda: rig.scheduler.name_weights("newer"))
+    rest = request("rest", first.tokens.tolist(), 5)
+    rig.run([rest])
+    rig.call(lambda: rig.scheduler.name_weights(name))
+    assert rest.cached_tokens == 0

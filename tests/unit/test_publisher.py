@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.publisher import choose_transport, partners_of
+from megatron_rl.rollout.fanout import Replies
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.buckets import Bucket, TensorSpec
 from megatron_rl.weights.transports import handles
-from megatron_rl.weights.transports.group import address_towards
+from megatron_rl.weights.transports.group import UpdateGroup, address_towards
 from megatron_rl.weights.transports.mail import Mail
 from tests.parallel.policy_setup import make_config
 
@@ -93,6 +94,45 @@ def test_an_engine_whose_host_is_unknown_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(WeightsError, match=r"engine http://gone:1: no route to its host: .*not known"):
         address_towards(["http://gone:1"])
+
+
+class Unanswered:
+    """Engines that take every call and answer none."""
+
+    done = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def post(self, path: str, bodies: Any, timeout_s: float) -> Unanswered:
+        self.asked.append(path)
+        return self
+
+    def so_far(self) -> Replies:
+        return Replies()
+
+    def cancel(self) -> None:
+        self.done = True
+
+
+def test_a_group_whose_engine_cannot_be_found_fails_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    group = UpdateGroup(Unanswered(), ["http://gone:1", "http://b:1"], 1, "it", "gloo", 60.0)
+    group.join()
+    assert group.failed is not None
+    assert group.failed.keys() == {"http://gone:1", "http://b:1"}
+    assert "engine http://gone:1: no route to its host" in group.failed["http://gone:1"]
+
+
+def test_meeting_in_a_group_is_given_up_when_the_run_is_to_end() -> None:
+    engines = Unanswered()
+    group = UpdateGroup(engines, ["http://127.0.0.1:1"], 1, "it", "gloo", 600.0)
+    group.join(lambda: True)
+    assert group.failed == {"http://127.0.0.1:1": "meeting in a process group: given up, the run is to end"}
+    assert engines.done
 
 
 # ------------------------------------------------------------------------------------------------------------- handles

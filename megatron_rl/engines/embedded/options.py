@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+SPARE_ROWS = 8
+"""Rows beyond those that rollouts fill, for the probe of new weights while requests run on (`rollout.mode: async`)."""
 SPARE_TOKENS = 8
 """How much longer than the longest sequence the context must be: SGLang ends an answer 2 tokens before its context is
 full and refuses prompts that leave fewer than 7, and so does the embedded engine."""

@@ -291,9 +291,10 @@ class Scheduler:
         return True
 
     def name_weights(self, version: str) -> None:
-        """What is drawn from now on is drawn from weights of this name."""
+        """What is drawn from now on is drawn from weights of this name; later requests use no older keys and values."""
         if version == self.version:
             return
+        self._parked.clear()
         for row, request in enumerate(self._batch.requests):
             request.version_changes.append((self.version, self._batch.generated(row)))
         for request in self._waiting:

@@ -110,7 +110,7 @@ class Broadcast:
             for part, name in zip(parts, names, strict=True)
         ]
         for group in groups:
-            group.join()
+            group.join(self._interrupted)
         # Also when all groups have failed: this rank's peers gather the whole stage with it.
         for bucket, flat in export_buckets(self._plan(), "cpu" if s.backend == "gloo" else "cuda"):
             assert flat is not None
@@ -121,7 +121,7 @@ class Broadcast:
         for group in groups:
             group.finish(self._interrupted)
         for group in groups:
-            group.close()
+            group.close(self._interrupted)
         return {url: reason for group in groups for url, reason in (group.failed or {}).items()}
 
     def _plan(self) -> ExportPlan:

@@ -34,7 +34,9 @@ else:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 Backend = Literal["gloo", "nccl"]
-POLL_S = 0.001
+POLL_S = 0.003
+CLOSE_S = 5.0
+"""How long engines are waited for that leave a group: the next one has another name."""
 GRACE_S = 5.0
 """How much longer than a broadcast the engines' answer to it may take beyond the deadline that both have."""
 
@@ -61,19 +63,24 @@ class UpdateGroup:
         self._group: Any = None
         self._sending: tuple[Future[None], Pending, float] | None = None
 
-    def join(self) -> None:
+    def join(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Meet the engines; afterwards `failed` says whether that worked."""
         world = 1 + len(self.urls) * self._tp
         timeout = timedelta(seconds=self._timeout_s)
+        try:
+            address = address_towards(self.urls)
+        except WeightsError as error:
+            self._fail(dict.fromkeys(self.urls, str(error)))
+            return
         self._store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-        address, port = address_towards(self.urls), self._store.port
-        shared = {"master_address": address, "master_port": port, "world_size": world}
+        shared = {"master_address": address, "master_port": self._store.port, "world_size": world}
         shared |= {"group_name": self.name, "backend": self._backend}
         bodies = {url: {**shared, "rank_offset": 1 + i * self._tp} for i, url in enumerate(self.urls)}
         calls = self._engines.post("/init_weights_update_group", bodies, self._timeout_s + GRACE_S)
         store, backend = self._store, self._backend
         meeting = in_thread(lambda: _connect(store, world, self.name, backend, timeout))
-        if self._await(meeting, calls, time.monotonic() + self._timeout_s, "meeting in a process group"):
+        deadline = time.monotonic() + self._timeout_s
+        if self._await(meeting, calls, deadline, "meeting in a process group", interrupted):
             self._group = meeting.result()
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -103,12 +110,12 @@ class UpdateGroup:
             self._sending = None
             self._await(sent, calls, deadline, "a bucket of weights", interrupted)
 
-    def close(self) -> None:
+    def close(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Leave the group, and have the engines leave it; what they say to that is of no interest."""
         bodies = {url: {"group_name": self.name} for url in self.urls}
         calls = self._engines.post("/destroy_weights_update_group", bodies, self._timeout_s)
-        deadline = time.monotonic() + self._timeout_s
-        while self.failed is None and not calls.done and time.monotonic() < deadline:
+        deadline = time.monotonic() + CLOSE_S
+        while self.failed is None and not calls.done and time.monotonic() < deadline and not interrupted():
             time.sleep(POLL_S)  # one that has failed may hang: it hears of it when it can
         self._leave()
 
@@ -131,19 +138,19 @@ class UpdateGroup:
             if not failures and interrupted():
                 failures = dict.fromkeys(self.urls, f"{what}: given up, the run is to end")
             if failures:
-                self._fail(failures, calls)
+                self._fail(failures)
+                calls.cancel()
                 return False
             if ours.done() and calls.done:
                 return True
             time.sleep(POLL_S)
 
-    def _fail(self, reasons: dict[str, str], calls: Pending) -> None:
+    def _fail(self, reasons: dict[str, str]) -> None:
         first = next(iter(reasons))
         others = f"shares a process group with {first}, which failed: {reasons[first]}"
         self.failed = {url: reasons.get(url, f"engine {url}: {others}") for url in self.urls}
         log.warning("process group %s of %s: %s", self.name, ", ".join(self.urls), reasons[first])
         self._leave()
-        calls.cancel()
 
     def _leave(self) -> None:
         """Closing our connections ends what the engines still wait for."""
