@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 def group_name(group_id: int, kind: str = "s") -> str:
-    """Common beginning of the ids of one group, `s000001234-`: engines abort by prefix, so this aborts the group.
+    """Common beginning of the ids of one group, `s000001234-`. Engines do not know it; they abort whole ids.
 
     `kind` is one letter: s for training samples, e for evaluation.
     """
@@ -278,6 +278,11 @@ class Group:
     def unfinished(self) -> list[Sample]:
         """Samples whose responses have not ended."""
         return [s for s in self.samples if not s.finished]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all responses have ended; looks no further than the first that has not."""
+        return all(s.finished for s in self.samples)
 
     @property
     def correctness(self) -> NDArray[np.float64]:

@@ -51,6 +51,7 @@ class Scheduler:
     def __init__(self, cfg: Config, pool: GroupPool, maker: Maker) -> None:
         self._cfg, self.pool, self._maker, self.pace = cfg, pool, maker, Pace.of(cfg)
         self._tasks: dict[asyncio.Task[Group], int] = {}
+        self._done: list[asyncio.Task[Group]] = []
         self._ending: set[int] = set()
         """In flight, and to be given back."""
         self._suspending: set[int] = set()
@@ -84,7 +85,8 @@ class Scheduler:
         return self.progress.step >= self._cfg.steps or self.progress.status in ("failed", "stopped")
 
     def _take(self) -> None:
-        for task in sorted((task for task in self._tasks if task.done()), key=self._tasks.__getitem__):
+        done, self._done = self._done, []
+        for task in sorted(done, key=self._tasks.__getitem__):
             group_id = self._tasks.pop(task)
             self._suspending.discard(group_id)
             if group_id in self._ending or task.cancelled():
@@ -175,8 +177,12 @@ class Scheduler:
     def _work(self, group_id: int, partial: Group | None) -> None:
         work = self._maker.make(group_id, self.pool.record_index(group_id), partial, self._version)
         task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _: self._changed.set())
         self._tasks[task] = group_id
+        task.add_done_callback(self._over_with)
+
+    def _over_with(self, task: asyncio.Task[Group]) -> None:
+        self._done.append(task)
+        self._changed.set()
 
     def _end(self, ids: Collection[int]) -> None:
         """Cancel these; their prompts wait again once that is done."""
@@ -204,6 +210,7 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        self._done.clear()
         self._ending.clear()
         self._suspending.clear()
         self.pool.give_back(list(self.pool.in_flight))
@@ -300,7 +307,7 @@ class Scheduler:
         if self.pace.never_halts:
             return "ready", ""
         groups = [self._maker.in_flight.get(i) for i in self._tasks.values()]
-        running = sum(group is None or bool(group.unfinished) for group in groups)  # others are only judged
+        running = sum(group is None or not group.finished for group in groups)  # others are only judged
         if not running and not self._missing:
             return "ready", ""
         return "waiting", f"{running} groups at the engines, {self._missing} missing in the next batch"

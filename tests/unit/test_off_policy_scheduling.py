@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.rollout.pool import GroupPool
 from megatron_rl.rollout.progress import StepConflict
-from megatron_rl.rollout.sample import Group
+from megatron_rl.rollout.sample import Group, Sample
 
 from .scheduling_rig import NEVER, Run, SlowMaker, config, ks_p_value, run
 
@@ -159,6 +159,25 @@ def test_an_update_is_not_asked_for_before_the_batch_that_it_is_made_of():
     played = Run(config(3, mode="async"), SlowMaker(lambda _: [2, 2], lambda _: 1))
     with pytest.raises(StepConflict, match="step 0 is not ready"):
         played.scheduler.update_status(1)
+
+
+def test_to_ask_for_an_update_looks_at_no_more_than_one_sample_of_a_group_at_work(monkeypatch):
+    played = Run(config(3), SlowMaker(lambda _: [20, 20], lambda _: 1))
+    looks, plain = [], Sample.finished.fget
+
+    async def play() -> tuple[str, str]:
+        loop = asyncio.create_task(played.scheduler.run())
+        played.scheduler.publish(0)
+        await asyncio.sleep(5)
+        monkeypatch.setattr(played.scheduler, "ready", lambda step: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(Sample, "finished", property(lambda sample: looks.append(sample.id) or plain(sample)))
+            found = played.scheduler.update_status(1)
+        loop.cancel()
+        return found
+
+    assert run(play()) == ("waiting", "4 groups at the engines, 4 missing in the next batch")
+    assert len(looks) == len(set(looks)) == 4
 
 
 def test_what_is_at_work_is_saved_with_its_segments_and_gone_on_with_after_a_kill():
