@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from megatron_rl.config import Config, read_hf_config
@@ -13,11 +12,11 @@ from megatron_rl.config import Config, read_hf_config
 from .client import EngineClient, Limits
 from .endpoint import engine_logs
 from .exchange import HttpExchange
+from .protocol import EngineError
 from .replicas import ExpectedModel, Replicas
 from .session import open_session
 from .workers.pool import WorkerExchange
 
-log = logging.getLogger(__name__)
 KEPT_FREE = 7
 """Tokens of its context that SGLang wants a prompt to leave."""
 
@@ -37,7 +36,8 @@ async def connect(
 ) -> AsyncIterator[EngineClient]:
     """A client for the replicas at `urls`, which are watched while the block runs; see `EngineClient`, `Replicas`.
 
-    `workers` processes make the requests, or this one if 0. Raises EngineError when they cannot be started.
+    `workers` processes make the requests, or this one if 0. Raises EngineError when they cannot be started; and in the
+    middle of the block when the watching fails: nothing would come back any more, and nobody would know why.
     """
     bare = [url.rstrip("/") for url in urls]
     making = WorkerExchange(workers, vocab_size, api_key) if workers else HttpExchange(vocab_size, api_key)
@@ -46,21 +46,30 @@ async def connect(
         client = EngineClient(
             exchange, replicas, vocab_size=vocab_size, concurrency=concurrency, limits=limits, logs=logs
         )
-        watch = asyncio.create_task(replicas.run())
-        watch.add_done_callback(_report_failure)
-        try:
-            async with client:
-                yield client
-        finally:
-            watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
+        async with _watched(replicas), client:
+            yield client
 
 
-def _report_failure(watch: asyncio.Task[None]) -> None:
-    """Nothing would come back any more, and nobody would know why."""
-    if not watch.cancelled() and watch.exception() is not None:
-        log.error("the monitor of the engines has failed", exc_info=watch.exception())
+@asynccontextmanager
+async def _watched(replicas: Replicas) -> AsyncIterator[None]:
+    watch, owner = asyncio.create_task(replicas.run()), asyncio.current_task()
+    assert owner is not None
+
+    def interrupt(watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            owner.cancel()
+
+    watch.add_done_callback(interrupt)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watch.done():
+            raise
+        owner.uncancel()
+        raise EngineError("the monitor of the engines has failed; see the traceback") from watch.exception()
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -175,6 +175,14 @@ def parse_version(label: Any) -> int:
     return 0 if label == INITIAL_VERSION else int(label)
 
 
+def version_of(label: Any) -> int | None:
+    """The same; None for anything else."""
+    try:
+        return parse_version(label)
+    except (TypeError, ValueError):
+        return None
+
+
 class _Reader(NamedTuple):
     url: str
     rid: str

@@ -3,8 +3,10 @@
     out (reason) --/ready, right model, published version, its checksum--> serving
        ^___ connection failed | silent | wrong version | not updated ________|
 
-A replica that is up but holds other weights than the published ones is named in `needs_weights`, since nothing that is
-done here helps it.
+A replica that is up but was not given the published weights is named in `needs_weights`, since nothing that is done
+here helps it. Its label and checksum alone do not bring it back, as it may be paused in an update that failed: the
+trainer must say that it holds them, or it must have been restarted. What was found out about a replica counts only if
+nothing was published meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from .protocol import parse_version
+from .protocol import version_of
 from .router import Router
 from .session import error_text
 
@@ -52,12 +54,17 @@ class Replica:
 
     url: str
     reason: str = "not looked at yet"
+    lacks_weights: str = ""
+    """Why it must not be believed to hold the published weights, until the trainer says so or it was restarted."""
     needs_weights: bool = False
+    """It lacks them and is up."""
     unfit: bool = False
     """It said itself why it must not serve; new weights do not change that."""
     verified: bool = False
     """Since it was last out."""
     heard_at: float = 0.0
+    told: int = 0
+    """How often something was said of it. What had been asked before does not count any more."""
 
     @property
     def serving(self) -> bool:
@@ -69,8 +76,12 @@ class Unfit(Exception):
     """The replica answers and must not serve; the text says why."""
 
 
-class _NeedsWeights(Unfit):
+class _NeedsWeights(Exception):
     """It would serve with the published weights."""
+
+
+class _TooEarly(Exception):
+    """It is ahead of what was published: its weights are being updated, and whoever does that will say so."""
 
 
 class Replicas:
@@ -82,6 +93,7 @@ class Replicas:
         expected: what they must serve; None = not checked.
         weights_dir: where the run says what it has published, RUN/weights.
         on_out: called with URL and reason when one is taken out: its requests must go elsewhere.
+        clock: seconds, of any beginning.
     """
 
     def __init__(
@@ -97,8 +109,8 @@ class Replicas:
         self.router.serve([])
         self.version: int | None = None
         """What the engines were last said to hold; None before the first time."""
-        self._checksum: str | None = None
         self.on_out = on_out
+        self._checksum: str | None = None
         self._replicas = {url: Replica(url, heard_at=clock()) for url in urls}
         self._session, self._expected, self._weights_dir, self._clock = session, expected, weights_dir, clock
         self._changed = asyncio.Event()
@@ -106,29 +118,44 @@ class Replicas:
 
     # ---- what is told to it
 
-    def publish(self, version: int, serving: Collection[str] | None, checksum: str | None = None) -> None:
-        """These replicas hold weights `version` (None: all that serve); others are out until they are seen to.
+    def publish(
+        self, version: int, serving: Collection[str] | None, checksum: str | None = None, repaired: bool = False
+    ) -> None:
+        """These replicas hold weights `version`, others are out until they are given them.
 
-        `checksum`: what an engine says of these weights; None: what RUN/weights/current.json says, if it knows them.
+        Args:
+            version: what is published from now on.
+            serving: base URLs; None: all that serve.
+            checksum: what an engine says of these weights; None: RUN/weights/current.json is asked.
+            repaired: `serving` were given the weights once more; of the others nothing is said.
         """
-        if serving is not None or version != self.version:
+        if checksum is not None or version != self.version or not (repaired or serving is None):
             self._checksum = checksum
         self.version = version
         held = None if serving is None else {url.rstrip("/") for url in serving}
         for replica in self._replicas.values():
+            replica.told += 1
             if held is None:
                 continue
-            if replica.url in held and replica.unfit:
-                continue  # the loop says when it is fit
             if replica.url in held:
-                self._put_back(replica)
-            else:
-                self._take_out(replica, f"was not updated to weight version {version}")
+                self._given_weights(replica, repaired)
+            elif not repaired:
+                replica.lacks_weights = f"was not updated to weight version {version}"
+                if not replica.unfit:
+                    self._take_out(replica, replica.lacks_weights)
         self._look.set()
+
+    def _given_weights(self, replica: Replica, repaired: bool) -> None:
+        """One that was repaired may be out for its connection by now; what is unfit must first be seen to be fit."""
+        put_back = not replica.unfit and (replica.needs_weights or not repaired)
+        replica.lacks_weights, replica.needs_weights = "", False
+        if put_back:
+            self._put_back(replica)
 
     def failed(self, url: str, reason: str) -> None:
         """A request met this; the replica is out until it is verified."""
         if self._replicas[url].serving:  # else the reason is known: later failures follow from it
+            self._replicas[url].told += 1
             self._take_out(self._replicas[url], reason)
             self._look.set()
 
@@ -140,7 +167,7 @@ class Replicas:
 
     @property
     def needs_weights(self) -> list[str]:
-        """Replicas that are up but hold other weights than the published ones."""
+        """Replicas that are up but were not given the published weights."""
         return [r.url for r in self._replicas.values() if r.needs_weights]
 
     @property
@@ -174,30 +201,54 @@ class Replicas:
             await asyncio.sleep(POLL_S / 10)  # a burst of failures is looked at once
 
     async def _check(self, replica: Replica) -> None:
-        began = self._clock()
+        told, began = replica.told, self._clock()
+        problem: Exception | None = None
         try:
-            await self._probe(replica.url)
-            self.heard_of(replica.url)
-            if not replica.verified:
-                await self._verify(replica)
+            await self._examine(replica)
+        except Exception as error:
+            problem = error
+        if told == replica.told:  # else it may speak of other weights, and is looked at again soon
+            self._conclude(replica, problem, began)
+
+    async def _examine(self, replica: Replica) -> None:
+        await self._probe(replica.url)
+        self.heard_of(replica.url)
+        if not replica.verified:
+            await self._verify(replica)
+        self.router.report(replica.url, await self._load(replica.url))
+
+    def _conclude(self, replica: Replica, problem: Exception | None, began: float) -> None:
+        match problem:
+            case None:
                 replica.verified = True
-            if not replica.serving:
-                self._put_back(replica)
-            self.router.report(replica.url, await self._load(replica.url))
-        except TimeoutError:
-            if self._clock() - began > PROBE_TIMEOUT_S + LATE_S and replica.serving:
-                self.heard_of(replica.url)  # it is this process that is late: the answer may have been there
-            silent = self._clock() - replica.heard_at
-            if silent >= SILENT_S or not replica.serving:
-                self._take_out(replica, f"silent for {silent:.0f} s, /ready does not answer")
-        except aiohttp.ClientError as error:
-            self._take_out(replica, f"{type(error).__name__}: {error}")
-        except _NeedsWeights as error:
-            self._take_out(replica, str(error))
-            replica.needs_weights = True
-        except Unfit as error:
-            self._take_out(replica, str(error))
-            replica.unfit = True
+                if not replica.serving:
+                    self._put_back(replica)
+            case TimeoutError():
+                if self._clock() - began > PROBE_TIMEOUT_S + LATE_S and replica.serving:
+                    self.heard_of(replica.url)  # it is this process that is late: the answer may have been there
+                silent = self._clock() - replica.heard_at
+                if silent >= SILENT_S or not replica.serving:
+                    self._take_out(replica, f"silent for {silent:.0f} s, /ready does not answer")
+            case aiohttp.ClientError():
+                self._take_out(replica, f"{type(problem).__name__}: {problem}")
+                if isinstance(problem, aiohttp.ClientConnectorError) and isinstance(
+                    problem.os_error, ConnectionRefusedError
+                ):
+                    replica.lacks_weights = ""  # nobody listens: what comes back is another process
+            case _NeedsWeights():
+                self._take_out(replica, str(problem))
+                replica.lacks_weights, replica.needs_weights = str(problem), True
+            case _TooEarly():
+                if not replica.serving:
+                    self._take_out(replica, str(problem))
+            case Unfit():
+                self._take_out(replica, str(problem))
+                replica.unfit = True
+            case _:
+                if replica.serving or not replica.unfit:
+                    log.error("engine %s cannot be judged", replica.url, exc_info=problem)
+                self._take_out(replica, f"cannot be judged: {problem!r}")
+                replica.unfit = True
 
     async def _probe(self, url: str) -> None:
         async with asyncio.timeout(PROBE_TIMEOUT_S), self._session.get(f"{url}/ready") as response:
@@ -214,22 +265,30 @@ class Replicas:
             return 0
 
     async def _verify(self, replica: Replica) -> None:
-        """Model, version, checksum. Raises Unfit."""
+        """Model, version, checksum. Raises Unfit, _NeedsWeights, _TooEarly."""
         info = await self._get(replica.url, "/model_info")
         if self._expected is not None:
             require_model(info, self._expected)
             if self._expected.routed_experts:
                 require_routed_experts(await self._get(replica.url, "/server_info"))
-        if self.version is None:
+        if replica.lacks_weights:
+            raise _NeedsWeights(replica.lacks_weights)
+        published, label = self.version, info.get("weight_version")
+        if published is None:
             return
-        label = info.get("weight_version")
-        if _version(label) != self.version:
-            raise _NeedsWeights(f"holds weight version {label!r}, but {self.version} is published")
+        held = version_of(label)
+        if held is not None and held > published:
+            raise _TooEarly(f"holds weight version {label!r}, and {published} is published; it is being updated")
+        if held != published:
+            raise _NeedsWeights(f"holds weight version {label!r}, but {published} is published")
         expected = self._published_checksum()
-        if expected is not None:
-            answer = await self._get(replica.url, "/weights_checker", {"action": "checksum"}, CHECKSUM_TIMEOUT_S)
-            if answer.get("per_engine_checksum") != expected:
-                raise _NeedsWeights(f"holds other weights than the published version {self.version}: wrong checksum")
+        if expected is None:
+            return
+        answer = await self._get(replica.url, "/weights_checker", {"action": "checksum"}, CHECKSUM_TIMEOUT_S)
+        if answer.get("per_engine_checksum") != expected:
+            if (await self._get(replica.url, "/model_info")).get("weight_version") != label:
+                raise _TooEarly(f"held weight version {label!r}; it is being updated")
+            raise _NeedsWeights(f"holds other weights than the published version {published}: wrong checksum")
 
     def _published_checksum(self) -> str | None:
         """As the trainer told, else that of RUN/weights/current.json, if it speaks of the published version."""
@@ -304,10 +363,3 @@ def require_routed_experts(server_info: Mapping[str, Any]) -> None:
             "does not report routed experts, but engine.routed_experts=true asks for them; start it with "
             "--enable-return-routed-experts, or set engine.routed_experts=false"
         )
-
-
-def _version(label: Any) -> int | None:
-    try:
-        return parse_version(label)
-    except (TypeError, ValueError):
-        return None

@@ -42,11 +42,14 @@ class FakeEngine:
     """Listens on a free loopback port while the `async with` block runs.
 
     `answers` are used up one per /generate; after them comes `always`, a good answer unless it is set. `control` maps a
-    path to the (status, body) of its answer; others succeed. `requests` records (path, body) of all that came.
+    path to the (status, body) of its answer; others succeed. `requests` records (path, body) of all that came. The
+    answer to a path in `held` is sent when the event is set, as it was when the request came.
     """
 
-    def __init__(self, *answers: Answer, control: dict[str, tuple[int, Any]] | None = None) -> None:
-        self._answers, self._control = list(answers), control or {}
+    def __init__(self, *answers: Answer, control: dict[str, tuple[int, Any]] | None = None, port: int = 0) -> None:
+        self._answers, self._port = list(answers), port
+        self._control = {} if control is None else control
+        self.held: dict[str, asyncio.Event] = {}
         self.requests: list[tuple[str, Body]] = []
         self.loaded = "default"
         self.closing = asyncio.Event()
@@ -57,7 +60,7 @@ class FakeEngine:
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
@@ -79,6 +82,8 @@ class FakeEngine:
         self.requests.append((request.path, body))
         if request.path in self._control:
             status, answer = self._control[request.path]
+            if request.path in self.held:
+                await self.held[request.path].wait()
             return web.json_response(answer, status=status)
         if request.path == "/generate":
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,18 @@ import pytest
 
 from megatron_rl.rollout import replicas as module
 from megatron_rl.rollout.connect import connect
-from megatron_rl.rollout.protocol import SamplingSettings
+from megatron_rl.rollout.protocol import EngineError, SamplingSettings
 from megatron_rl.rollout.replicas import ExpectedModel, Replicas
 from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.session import open_session
 from tests.unit.fake_sglang import FakeEngine
 
 MODEL = ExpectedModel(vocab_size=64, hidden_size=32)
+
+
+@pytest.fixture(autouse=True)
+def frequent_looks(monkeypatch):
+    monkeypatch.setattr(module, "POLL_S", 0.02)
 
 
 @asynccontextmanager
@@ -102,15 +107,13 @@ def test_an_engine_that_cannot_be_reached_is_out_and_serves_when_it_can_be():
     assert "ClientConnector" in asyncio.run(run())
 
 
-def test_after_an_update_those_that_hold_it_serve_and_others_when_they_hold_the_very_weights(tmp_path: Path):
-    """An engine that restarts loads new weights by itself; it is believed when label and checksum are the published."""
-    (tmp_path / "current.json").write_text(json.dumps({"version": 3, "path": "x", "checksum": "good"}))
-    control: dict[str, tuple[int, Any]] = {"/model_info": (200, {"weight_version": "2"})}
+def test_after_an_update_those_that_hold_it_serve_and_others_when_they_were_given_it():
+    """Label and checksum of one that was left out say nothing: it may be paused in the update that it failed."""
+    control: dict[str, tuple[int, Any]] = {"/model_info": (200, {"weight_version": "3"})}
 
-    async def run() -> list[str]:
-        seen = []
+    async def run() -> None:
         async with FakeEngine() as first, FakeEngine(control=control) as late:
-            async with watched(first.url, late.url, weights_dir=tmp_path) as replicas:
+            async with watched(first.url, late.url) as replicas:
                 await until(lambda: len(replicas.serving) == 2)
                 taken: list[tuple[str, str]] = []
                 replicas.on_out = lambda url, reason: taken.append((url, reason))
@@ -118,26 +121,148 @@ def test_after_an_update_those_that_hold_it_serve_and_others_when_they_hold_the_
                 assert taken == [(late.url, "was not updated to weight version 3")]
                 assert replicas.serving == [first.url]
                 await until(lambda: replicas.needs_weights == [late.url])
-                seen.append(replicas.states[late.url])
-                control["/model_info"] = (200, {"weight_version": "3"})
-                control["/weights_checker"] = (200, {"per_engine_checksum": "other"})
-                await until(lambda: "checksum" in replicas.states[late.url])
-                seen.append(replicas.states[late.url])
+                looks = late.paths().count("/model_info")
+                await until(lambda: late.paths().count("/model_info") > looks + 1)
                 assert replicas.needs_weights == [late.url]
-                control["/weights_checker"] = (200, {"per_engine_checksum": "good"})
-                await until(lambda: len(replicas.serving) == 2)
+                replicas.publish(3, [late.url], repaired=True)
+                assert sorted(replicas.serving) == sorted([first.url, late.url])
                 assert replicas.needs_weights == []
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_was_restarted_is_believed_when_label_and_checksum_are_the_published(tmp_path: Path):
+    (tmp_path / "current.json").write_text(json.dumps({"version": 3, "path": "x", "checksum": "of the file"}))
+    control: dict[str, tuple[int, Any]] = {"/model_info": (200, {"weight_version": "3"})}
+
+    async def run() -> list[str]:
+        seen = []
+        async with FakeEngine() as old:
+            url, port = old.url, int(old.url.rsplit(":", 1)[1])
+        async with watched(url, weights_dir=tmp_path) as replicas:
+
+            async def restart(checksum: str, label: str = "3") -> None:
+                control["/model_info"] = (200, {"weight_version": label})
+                control["/weights_checker"] = (200, {"per_engine_checksum": checksum})
+                await until(lambda: "refused" in replicas.states[url] or "ClientConnector" in replicas.states[url])
+                async with FakeEngine(control=control, port=port):
+                    await until(lambda: replicas.serving or replicas.needs_weights)
+                    seen.append(replicas.states[url])
+
+            replicas.publish(3, [], checksum="told")
+            await restart("told", label="2")
+            await restart("of the file")
+            await restart("told")
+            replicas.publish(3, [])
+            await restart("of the file")
         return seen
 
-    first, second = asyncio.run(run())
-    assert first == "holds weight version '2', but 3 is published"
-    assert second == "holds other weights than the published version 3: wrong checksum"
+    label, checksum, *good = asyncio.run(run())
+    assert label == "holds weight version '2', but 3 is published"
+    assert checksum == "holds other weights than the published version 3: wrong checksum"
+    assert good == ["", ""]
+
+
+def test_what_was_found_out_before_an_update_brings_no_replica_back_after_it():
+    control: dict[str, tuple[int, Any]] = {
+        "/model_info": (200, {"weight_version": "3"}),
+        "/weights_checker": (200, {"per_engine_checksum": "good"}),
+    }
+
+    async def run() -> str:
+        engine = FakeEngine(control=control)
+        held = engine.held["/weights_checker"] = asyncio.Event()
+        async with engine, watched(engine.url) as replicas:
+            replicas.publish(3, None, checksum="good")
+            await until(lambda: "/weights_checker" in engine.paths())
+            replicas.publish(4, [])
+            held.set()
+            await until(lambda: replicas.needs_weights)
+            return replicas.states[engine.url]
+
+    assert asyncio.run(run()) == "was not updated to weight version 4"
+
+
+def test_what_was_found_out_before_an_update_takes_no_replica_out_after_it():
+    control: dict[str, tuple[int, Any]] = {"/model_info": (200, {"weight_version": "3"})}
+
+    async def run() -> list[str]:
+        taken: list[str] = []
+        engine = FakeEngine(control=control)
+        held = engine.held["/model_info"] = asyncio.Event()
+        async with engine, watched(engine.url, on_out=lambda url, reason: taken.append(reason)) as replicas:
+            replicas.publish(3, [engine.url])
+            await until(lambda: "/model_info" in engine.paths())
+            control["/model_info"] = (200, {"weight_version": "4"})
+            replicas.publish(4, [engine.url])
+            held.set()
+            await until(lambda: "/v1/loads" in engine.paths())  # verified
+            assert replicas.serving == [engine.url]
+        return taken
+
+    assert asyncio.run(run()) == []
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_replica_that_is_ahead_of_what_was_published_is_left_as_it_is(serves):
+    """Its update is on its way, and the trainer will say whether it went well."""
+    control: dict[str, tuple[int, Any]] = {"/model_info": (200, {"weight_version": "4"})}
+
+    async def run() -> str:
+        async with FakeEngine(control=control) as engine, watched(engine.url) as replicas:
+            replicas.publish(3, [engine.url] if serves else None)
+            await until(lambda: engine.paths().count("/model_info") > 1)
+            assert replicas.needs_weights == []
+            return replicas.states[engine.url]
+
+    ahead = "holds weight version '4', and 3 is published; it is being updated"
+    assert asyncio.run(run()) == ("" if serves else ahead)
+
+
+def test_a_repair_puts_back_nothing_that_is_out_for_its_connection():
+    async def run() -> Mapping[str, str]:
+        async with open_session() as session:
+            replicas = Replicas(["http://a", "http://b"], session)
+            replicas.publish(4, ["http://a", "http://b"])
+            replicas.failed("http://a", "connection refused")
+            replicas.publish(4, ["http://a"], repaired=True)
+            return replicas.states
+
+    assert asyncio.run(run()) == {"http://a": "connection refused", "http://b": ""}
+
+
+def test_a_replica_that_answers_nonsense_is_out_and_the_others_are_watched_on(tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    control = {"/model_info": (200, {"model_path": str(tmp_path)})}
+
+    async def run() -> str:
+        async with FakeEngine(control=control) as strange, FakeEngine() as good:
+            async with watched(strange.url, good.url, expected=MODEL) as replicas:
+                await until(lambda: replicas.serving == [good.url])
+                await until(lambda: good.paths().count("/ready") > 1)
+                return replicas.states[strange.url]
+
+    assert asyncio.run(run()).startswith("cannot be judged: TypeError(")
+
+
+def test_a_monitor_that_fails_all_the_same_ends_what_depends_on_it():
+    control: dict[str, tuple[int, Any]] = {}
+
+    async def run() -> None:
+        async with FakeEngine(control=control) as engine, connect([engine.url], vocab_size=10) as client:
+            await until(lambda: client.replicas.serving)
+            client.replicas.on_out = lambda url, reason: 1 / 0
+            control["/ready"] = (503, {})
+            await asyncio.sleep(30)
+
+    with pytest.raises(EngineError, match="the monitor of the engines has failed") as caught:
+        asyncio.run(run())
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_replica_that_answers_nothing_any_more_is_out_and_its_requests_are_told(monkeypatch):
     monkeypatch.setattr(module, "PROBE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(module, "SILENT_S", 0.2)
-    monkeypatch.setattr(module, "POLL_S", 0.02)
 
     async def run() -> list[tuple[str, str]]:
         taken: list[tuple[str, str]] = []
@@ -157,7 +282,6 @@ def test_a_replica_that_answers_nothing_any_more_is_out_and_its_requests_are_tol
 def test_a_request_at_a_replica_that_falls_silent_moves_to_another_one(monkeypatch):
     monkeypatch.setattr(module, "PROBE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(module, "SILENT_S", 0.2)
-    monkeypatch.setattr(module, "POLL_S", 0.02)
 
     async def run() -> tuple[list[Sample], FakeEngine, str]:
         silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
