@@ -13,6 +13,7 @@ from megatron_rl.cluster.bootstrap import find_place
 from megatron_rl.cluster.meeting import MeetingError
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.cluster.staging import StageError
 from megatron_rl.cluster.started import BootstrapError
 from megatron_rl.colocation import Devices, EngineMemory, SharedDevices
 from megatron_rl.config import Config, ConfigError, load_config
@@ -52,6 +53,7 @@ EXPECTED_ERRORS = (
     PolicyError,
     RankZeroError,
     ReportError,
+    StageError,
     WeightsError,
 )
 """What may go wrong in a run without a fault in the code; the message is complete, a traceback would hide it."""
