@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .fanout import FanOut, NoAnswer, Pending, Replies
-from .protocol import EngineError, TransportError, parse_version
+from .protocol import EngineError, TransportError, version_of
 
 log = logging.getLogger(__name__)
 FLUSH_ATTEMPTS, FLUSH_PAUSE_S = 50, 0.1
@@ -112,7 +112,8 @@ class WeightUpdate:
         self._drop(wrong, "weights_checker")
         held = {url: self.checksums[url] for url in self.left if url in self.checksums}
         self._drop(disagreements(held, reference or {}), "weights_checker")
-        self.overall = next((answers[url].get("per_engine_checksum") for url in self.left if url in answers), None)
+        told = {answers[url].get("per_engine_checksum") for url in self.left if url in answers}
+        self.overall = told.pop() if len(told) == 1 else None  # engines of several sizes may tell several
 
     def resume(self) -> None:
         """Decode again; each replica must then report the version."""
@@ -121,7 +122,7 @@ class WeightUpdate:
         replies = self._wait(self._calls.get("/model_info", self.left, timeout_s))
         self._drop(replies.failures, "model_info")
         found = {u: a.get("weight_version") if isinstance(a, dict) else a for u, a in replies.answers.items()}
-        wrong = {url: label for url, label in found.items() if _version(label) != self.version}
+        wrong = {url: label for url, label in found.items() if version_of(label) != self.version}
         self._drop(
             {
                 url: EngineError(f"engine {url}: reports weight_version {label!r} after the update to {self.version}")
@@ -272,10 +273,3 @@ def differences(found: Mapping[str, LogProbs], expected: LogProbs | None, tolera
                 "the names of all tensors fit?"
             )
     return wrong
-
-
-def _version(label: Any) -> int | None:
-    try:
-        return parse_version(label)
-    except (TypeError, ValueError):
-        return None
