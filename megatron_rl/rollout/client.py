@@ -247,7 +247,7 @@ class EngineClient:
         where = f"engine {flight.url}: /generate for {group_of(flight.rids[0])}* ({sequences} sequences)"
         if flight.dropped:
             return TransportError(f"{where} was given up: {flight.dropped}")
-        kind = TransportError if len(self.replicas.serving) > 1 else EngineError
+        kind = TransportError if len(self.replicas.states) > 1 else EngineError  # also one that is out may come back
         return kind(
             f"{where}: no answer within {self._limits.request_timeout_s:g} s (rollout.request_timeout_s); look at "
             f"{self._logs.get(flight.url, 'its log')}, or raise the deadline"

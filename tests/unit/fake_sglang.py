@@ -106,11 +106,15 @@ class FakeEngine:
     # ---- answers to give
 
     def hang(self) -> Answer:
-        async def answer(_: Body) -> web.StreamResponse:
-            await self.closing.wait()
-            return web.Response()
+        return hangs_until(self.closing)
 
-        return answer
+
+def hangs_until(event: asyncio.Event) -> Answer:
+    async def answer(_: Body) -> web.StreamResponse:
+        await event.wait()
+        return web.Response()
+
+    return answer
 
 
 def says(status: int, body: Any = None) -> Answer:

@@ -31,7 +31,7 @@ from megatron_rl.rollout.protocol import (
 )
 from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.session import error_text, raise_open_file_limit
-from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, good_answer, resets, says, says_text
+from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, good_answer, hangs_until, resets, says, says_text
 
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=4, stop_token_ids=(2,))
 VOCABULARY = 10
@@ -278,6 +278,24 @@ def test_a_request_that_gets_no_answer_ends_at_its_deadline_and_is_aborted():
     assert "no answer within 0.2 s (rollout.request_timeout_s); look at RUN/engine-0.log" in str(outcome)
     assert engine.url in str(outcome)
     assert asked(engine) == ["/generate", *ABORTS]
+
+
+def test_the_only_engine_that_serves_may_be_late_once_while_others_are_out():
+    """Its segment is asked for again, there or elsewhere, as often as retries say."""
+
+    async def run() -> tuple[list[Sample], FakeEngine]:
+        late = asyncio.Event()
+        engine, out = FakeEngine(hangs_until(late)), FakeEngine(control={"/ready": (503, {})})
+        async with engine, out, client_of(engine, out, request_timeout_s=0.5, retries=1) as client:
+            client.replicas.publish(0, [engine.url])
+            samples = group()
+            await client.generate(samples, SETTINGS)
+            late.set()
+            return samples, engine
+
+    samples, engine = asyncio.run(run())
+    assert [s.response_tokens.tolist() for s in samples] == [[5, 2], [5, 2]]
+    assert asked(engine).count("/generate") == 2
 
 
 def test_a_cancelled_request_is_aborted_at_the_engine():

@@ -34,8 +34,8 @@ from megatron_rl.rollout.protocol import (
 from megatron_rl.rollout.sample import Group, Span, group_name
 from megatron_rl.rollout.wire import decode
 from megatron_rl.rollout.workers import frames
-from megatron_rl.rollout.workers.pool import WorkerExchange
-from tests.unit.coded_engine import SETTINGS, VOCABULARY, CodedServer, require_exact, start
+from megatron_rl.rollout.workers.pool import Worker, WorkerExchange
+from tests.unit.coded_engine import PROMPT, SETTINGS, VOCABULARY, CodedServer, require_exact, start
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(segment_tokens=8, retries=1000)
@@ -182,6 +182,53 @@ def test_a_worker_that_cannot_start_is_an_error_that_says_how_it_ended(monkeypat
 
     with pytest.raises(EngineError, match=r"client worker \(rollout.client_workers\) did not start: exit status 1"):
         asyncio.run(run())
+
+
+def test_a_worker_whose_words_cannot_be_read_is_lost_with_its_requests_and_replaced():
+    """Its bytes come through the socket as those of a worker would."""
+
+    async def run() -> None:
+        async with WorkerExchange(1, VOCABULARY) as pool:
+            (worker,), (pid,) = pool._workers, pool.pids
+            held = asyncio.Event()
+            first, again = (Prompt(f"s000000000-000.000{k}", np.array(PROMPT), 0, 8, SETTINGS) for k in range(2))
+            async with served(CodedServer(pace=held.wait)) as url:
+                request = asyncio.create_task(pool.generate(url, [first]))
+                await until(lambda: bool(worker._answers))
+                worker._reader.feed_data(frames.LENGTH.pack(3) + b"???")
+                with pytest.raises(RequestLost, match="a client worker ended"):
+                    await request
+                held.set()
+                await until(lambda: bool(pool.pids))
+                assert pool.pids != [pid]
+                (answer,) = await pool.generate(url, [again])
+                assert len(answer.tokens) == 3
+
+    asyncio.run(run())
+
+
+def test_no_worker_that_was_being_started_is_left_when_another_one_cannot_be(monkeypatch):
+    """The second is still starting when the first has failed."""
+    started: list[Worker] = []
+    start = Worker.start
+
+    async def one_fails(worker: Worker) -> None:
+        started.append(worker)
+        if len(started) == 1:
+            raise EngineError("no process")
+        await start(worker)
+
+    monkeypatch.setattr(Worker, "start", one_fails)
+
+    async def run() -> None:
+        with pytest.raises(EngineError, match="no process"):
+            async with WorkerExchange(2, VOCABULARY):
+                pass
+        process = started[1]._process
+        assert process is not None
+        assert process.returncode is not None, "a process lives on"
+
+    asyncio.run(run())
 
 
 def test_a_worker_loads_nothing_heavy():

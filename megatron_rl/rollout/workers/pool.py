@@ -45,9 +45,14 @@ class WorkerExchange:
 
     async def __aenter__(self) -> WorkerExchange:
         await self._aborts.__aenter__()
+        # All are waited for: a start that is left alone could not be ended.
+        starts = [asyncio.ensure_future(worker.start()) for worker in self._workers]
         try:
-            await asyncio.gather(*(worker.start() for worker in self._workers))
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+            for failure in filter(None, outcomes):
+                raise failure
         except BaseException:
+            await asyncio.gather(*starts, return_exceptions=True)  # they may just be cancelled
             await self.__aexit__(None, None, None)
             raise
         self._keepers = [asyncio.create_task(worker.keep()) for worker in self._workers]
@@ -110,11 +115,10 @@ class Worker:
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(frames.frame({}, {"exchange": self._settings}))
-        try:
+        ready = None
+        with suppress(TimeoutError, ValueError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 ready = await frames.read(self._reader)
-        except TimeoutError:
-            ready = None
         if ready is None:
             raise EngineError(
                 f"a client worker (rollout.client_workers) did not start: {await self._end()}; see its output"
@@ -127,7 +131,10 @@ class Worker:
         while True:
             if self.pid:
                 failures = 0
-                await self._listen()
+                try:
+                    await self._listen()
+                except Exception:
+                    log.exception("a client worker sent what cannot be read")
                 how = await self._end()
                 log.warning(
                     "a client worker ended (%s) with %d requests; another one is started", how, len(self._answers)
