@@ -219,12 +219,16 @@ def preflight(
     parity: Annotated[
         int | None, typer.Option(min=1, help="Compare engine and trainer on so many prompts.", metavar="PROMPTS")
     ] = None,
+    reload_engine: Annotated[
+        bool, typer.Option("--reload-engine", help="A server of engine.urls may be paused and given model.path again.")
+    ] = False,
 ) -> None:
     """Check a configuration and its inputs; with --parity, also that engine and trainer agree on log-probs.
 
     Example: megatron-rl preflight my.yaml --parity 16
 
-    --parity starts one engine and all trainer ranks on this machine, below run_dir/preflight; nothing is trained.
+    --parity starts one engine and all trainer ranks on this machine, below run_dir/preflight; nothing is trained. A
+    server of engine.urls, which others may be using, only generates and scores, unless --reload-engine is given.
 
     Exit code: 0 all is well, 1 engine and trainer disagree or a process failed, 2 the configuration cannot run.
     """
@@ -238,7 +242,7 @@ def preflight(
     if parity is None:
         return
     check_device(cfg)
-    evidence = check_parity(cfg, parity)
+    evidence = check_parity(cfg, parity, reload_engine)
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in table(evidence):
         shown.add_row(*row)

@@ -42,10 +42,11 @@ TEMPERATURES = (0.25, 4.0)
 """Times the configured one: where the engine's is looked for."""
 
 
-def check_parity(cfg: Config, prompts: int) -> Evidence:
+def check_parity(cfg: Config, prompts: int, reload_engine: bool = False) -> Evidence:
     """Start one engine as configured (or ask the first of engine.urls) and all trainer ranks on this machine.
 
-    Everything is written below RUN/preflight.
+    Everything is written below RUN/preflight. A server of engine.urls may be in use: only with `reload_engine` is
+    it paused, emptied and given the weights of model.path as version 0.
 
     Raises:
         RunDirError, RunFailed: see `cluster.local.run_ranks`.
@@ -57,8 +58,16 @@ def check_parity(cfg: Config, prompts: int) -> Evidence:
     found = folder.absolute() / "parity.json"
     found.unlink(missing_ok=True)
     alone = cfg.model_copy(update={"run_dir": str(folder), "engine": engine})
-    run_ranks(alone, "megatron_rl.parity", str(prompts), str(found))
+    words = [str(prompts), str(found), *(["--reload-engine"] if may_reload(cfg, reload_engine) else [])]
+    run_ranks(alone, "megatron_rl.parity", *words)
     return Evidence.read(found)
+
+
+def may_reload(cfg: Config, asked: bool) -> bool:
+    """Whether the engine may be paused and read its weights again: its own one, or a server if the user says so."""
+    if cfg.cluster.placement == "colocated":  # there the engine's memory is the trainer's by then
+        return False
+    return asked or not cfg.engine.urls
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine
@@ -230,8 +239,13 @@ class Trainer:
                     p.copy_(old)
 
 
-def examine(cfg: Config, trainer: Trainer, engine: Engine, sampled: Sampled, zero: RankZero) -> Evidence:
-    """Compare, and try what could be wrong as long as nothing explains the gap. Collective."""
+def examine(
+    cfg: Config, trainer: Trainer, engine: Engine, sampled: Sampled, zero: RankZero, reload_engine: bool
+) -> Evidence:
+    """Compare, and try what could be wrong as long as nothing explains the gap. Collective.
+
+    `reload_engine`: see `may_reload`.
+    """
     t, dtype = cfg.rollout.temperature, cfg.model.dtype
     with_entropy = cfg.loss.logprob_backend != "te"
     rows = np.atleast_2d(trainer.log_probs(t, with_entropy))
@@ -256,7 +270,7 @@ def examine(cfg: Config, trainer: Trainer, engine: Engine, sampled: Sampled, zer
         evidence["above"] = float(np.mean(sampled.log_probs >= rows[0] - 1e-5))
         return Evidence(**evidence)
     scores = sampled.scored
-    if cfg.cluster.placement != "colocated":  # there the engine's memory is the trainer's by now
+    if reload_engine:
 
         def read_again() -> tuple[list[str] | None, np.ndarray]:
             changed = engine.read_weights_again()
@@ -318,9 +332,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("prompts", type=int)
     parser.add_argument("file", type=Path)
+    parser.add_argument("--reload-engine", action="store_true")
     words = parser.parse_args(argv)
     try:
-        _one_rank(load_config(words.config), words.prompts, words.file)
+        _one_rank(load_config(words.config), words.prompts, words.file, words.reload_engine)
     except Exception as error:
         message = in_words(error)
         if message is None:
@@ -329,7 +344,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _one_rank(cfg: Config, prompts: int, file: Path) -> None:
+def _one_rank(cfg: Config, prompts: int, file: Path, reload_engine: bool) -> None:
     import torch.distributed as dist
 
     from megatron_rl.bring_up import connect_engines
@@ -359,7 +374,8 @@ def _one_rank(cfg: Config, prompts: int, file: Path) -> None:
         sampled = zero.run("what the engine samples", lambda: engine.sample(prompts), patience)
         if cfg.cluster.placement == "colocated":
             zero.run("the engine gives up its memory", EngineMemory(control, run).release_all, patience)
-        evidence = examine(cfg, Trainer(cfg, Policy.build(cfg), sampled), engine, sampled, zero)
+        trainer = Trainer(cfg, Policy.build(cfg), sampled)
+        evidence = examine(cfg, trainer, engine, sampled, zero, reload_engine)
         if zero.is_zero:
             evidence.write(file)
         control.close()

@@ -227,9 +227,10 @@ def _model(e: Evidence) -> Iterator[Cause]:
             "the trainer's are not; add --enable-fp32-lm-head to engine.extra_args",
         )
     else:
+        weights = "the same weights" if e.changed is not None else "weights not read again (see --reload-engine)"
         yield Cause(
             "model code",
-            f"the same tokens, scored at temperature 1 with the same weights, differ by {rest.mean_abs:.1e}: the two "
+            f"the same tokens, scored at temperature 1 with {weights}, differ by {rest.mean_abs:.1e}: the two "
             "implementations compute something else (rope, norms, attention); compare layer by layer with "
             "`megatron-rl convert verify`",
         )

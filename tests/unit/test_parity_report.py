@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from megatron_rl.config import Config, validate
+from megatron_rl.parity import check_parity
 from megatron_rl.parity_report import Evidence, Gap, causes, table
 
 
@@ -64,6 +67,7 @@ def test_a_gap_is_made_of_plain_sums(log_probs: np.ndarray):
         (replace(AGREES, gap=gap(), scored=gap(0.5, mean=-0.5, std=0.01)), ["vocabulary"], "nearly the same -0.5"),
         (replace(BF16, fp32_head=False), ["head"], "--enable-fp32-lm-head"),
         (replace(BF16, fp32_head=True), ["model code"], "rope, norms, attention"),
+        (replace(BF16, fp32_head=True), ["model code"], "weights not read again (see --reload-engine)"),
         (replace(AGREES, gap=gap(), scored=gap(), changed=[], reloaded=gap()), ["model code"], "differ by 1.0e+00"),
     ],
 )  # fmt: skip
@@ -83,3 +87,34 @@ def test_the_table_shows_what_was_tried_and_nothing_else():
     assert "mean |Δ log p|, scored at temperature 1" not in dict(table(AGREES))
     assert dict(table(replace(AGREES, scored=gap(0.5))))["mean |Δ log p|, scored at temperature 1"] == "5.000e-01"
     assert dict(table(AGREES))["effective sample size"] == "1.000000"
+
+
+@pytest.mark.parametrize(
+    ("values", "asked", "reloads"),
+    [
+        ({}, False, True),
+        ({"engine": {"urls": ["http://in-use:1"]}}, False, False),
+        ({"engine": {"urls": ["http://in-use:1"]}}, True, True),
+    ],
+)
+def test_a_server_that_may_be_in_use_reads_weights_again_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], asked: bool, reloads: bool
+):
+    told: list[str] = []
+
+    def run_ranks(cfg: Config, module: str, *words: str) -> None:
+        told.extend(words)
+        AGREES.write(Path(words[1]))
+
+    monkeypatch.setattr("megatron_rl.cluster.local.run_ranks", run_ranks)
+    cfg = validate(
+        {
+            "run_dir": str(tmp_path),
+            "model": {"path": "unused"},
+            "data": {"prompts": "unused"},
+            "reward": {"components": [{"name": "sorting"}]},
+            **values,
+        }
+    )
+    assert check_parity(cfg, 16, asked) == AGREES
+    assert ("--reload-engine" in told) == reloads
