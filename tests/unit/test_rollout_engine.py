@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import Config, dump
+from megatron_rl.rollout.client import EngineClient, Job
 from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.controller import serve
 from megatron_rl.rollout.endpoint import controller_file
+from megatron_rl.rollout.flights import Run
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.sample import Sample
 from megatron_rl.rollout.wire import RolloutShard, RolloutTable
@@ -292,31 +295,51 @@ def test_an_engine_that_was_not_updated_is_named_and_serves_again_when_it_was(en
 @pytest.mark.parametrize(
     "rollout", [{"mode": "async"}, {"partial_rollouts": True, "oversample": 2.0}], ids=["async", "partial"]
 )
-def test_every_token_has_the_log_prob_of_the_weights_that_it_says_sampled_it(engine, tmp_path, rollout):
-    """Weights that have nothing to do with each other, published while responses are generated in short segments."""
-    steps = 5
+def test_every_token_has_the_log_prob_of_the_weights_that_it_says_sampled_it(engine, tmp_path, monkeypatch, rollout):
+    """Weights that have nothing to do with each other, published while responses are generated in short segments.
+
+    Half of the groups stop after their first segments until the first update is over.
+    """
+    updated, segment = threading.Event(), EngineClient._segment
+
+    async def held(client: EngineClient, run: Run, jobs: list[Job]) -> list[Job]:
+        begun = jobs[0].sample.response_length > 0 and int(jobs[0].sample.id[1:10]) % 2
+        while begun and not (updated.is_set() or run.suspended):
+            await asyncio.sleep(0.01)
+        return await segment(client, run, jobs)
+
+    monkeypatch.setattr(EngineClient, "_segment", held)
+    steps = 3
     shape = {"vocab_size": 64, "layers": 1, "max_position_embeddings": 64}
     models = [tiny_model(tmp_path / f"v{version}", seed=version, **shape) for version in range(steps + 1)]
     rollout = {"max_response_tokens": 32, "max_prompt_tokens": 24, "segment_tokens": 8, **rollout}
     rollout |= {"dynamic_sampling": "off", "max_staleness": steps}
     cfg = config(tmp_path / "run", models[0], [engine], deterministic=False, steps=steps, rollout=rollout)
     seen: dict[str, Sample] = {}
+
+    def look_until(found: Callable[[Sample], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while True:
+            groups, _ = saved_groups(client)
+            seen.update({sample.id: sample for group in groups for sample in group.samples})
+            if any(map(found, seen.values())):
+                return
+            assert time.monotonic() < deadline, "no response is as it was waited for"
+
     with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
         publish(engine, models[0], client, 0)
         for step in range(steps):
             client.wait_ready(step, timeout_s=120)
-            while True:  # until something is half-way, or everything is finished
-                groups, partial = saved_groups(client)
-                seen |= {sample.id: sample for group in groups for sample in group.samples}
-                if partial or not client.ledger()["in_flight"]:
-                    break
+            if step == 0:
+                look_until(lambda sample: not sample.finished and sample.response_length > 0)
             client.wait_update(step + 1, timeout_s=120)
             EngineControl([engine], timeout_s=60).update_from_disk(models[step + 1], step + 1)
+            updated.set()
             client.done(step)
             if step + 1 < steps:
                 client.set_weights_version(step + 1)
+                look_until(lambda sample: len(sample.spans) > 1)
     mixed = [sample for sample in seen.values() if len(sample.spans) > 1]
-    assert mixed, "no response has tokens of several weights"
     for sample in [*mixed[:8], *list(seen.values())[:8]]:
         for version, start, end in sample.spans:
             expected = log_probs_of(models[version], sample)[start:end]
