@@ -42,22 +42,28 @@ class RolloutFeed:
         """The engines hold the weights of `step`: its rollouts may be generated."""
         self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), self._timeout_s)
 
-    def announce(self, version: int, serving: Sequence[str], excused: Callable[[], bool]) -> None:
+    def announce(
+        self, version: int, serving: Sequence[str], checksum: str | None, repaired: bool, excused: Callable[[], bool]
+    ) -> None:
         """These engines hold weights `version`; the others get no requests until the controller has verified them.
+
+        Args:
+            checksum: of the weights, as engines report it.
+            repaired: these were given the weights later than others, of which nothing is said.
 
         Raises on every rank what the controller reports, unless it is `excused()`; so do `wait` and `may_update`.
         """
 
         def tell() -> None:
-            self._client.set_weights_version(version, serving, start=False)
+            self._client.set_weights_version(version, serving, checksum, start=False, repaired=repaired)
 
         self._zero.run(f"who holds weights {version}", lambda: _unless(excused, tell), self._timeout_s)
 
     def wait(self, step: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> list[str] | None:
         """Until the controller has a whole batch for `step`: an empty list.
 
-        Returns early with the engines that need weights, at most every `REPAIR_PAUSE_S`, and with None when
-        `interrupted()` on rank 0.
+        Returns early, or although the batch is there, with the engines that need weights, at most every
+        `REPAIR_PAUSE_S`, and with None when `interrupted()` on rank 0.
         """
         timeout = self._cfg.rollout.step_timeout_s
 
@@ -66,7 +72,7 @@ class RolloutFeed:
 
         def poll() -> list[str] | None:
             status = self._client.wait_ready(step, timeout, interrupted, repairable)
-            if status.status == "ready":
+            if status.status == "ready" and not repairable(status):
                 return []
             self._next_repair = time.monotonic() + REPAIR_PAUSE_S
             return None if interrupted() else status.needs_weights

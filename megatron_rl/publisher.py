@@ -104,6 +104,8 @@ class Publisher:
     ) -> None:
         self.dirty: dict[str, EngineError] = {}
         """On rank 0: why an engine does not hold the weights that were published last."""
+        self.checksum: str | None = None
+        """On rank 0: of those weights, as engines report it; None where they report none."""
         self._cfg, self._policy, self._zero, self._engines = cfg, policy, zero, engines
         self._interrupted, self._stop_arrives = interrupted, stop_arrives
         self._weights = RunDir(cfg.run_dir).weights
@@ -131,7 +133,7 @@ class Publisher:
             EngineError: no engine holds them, and none came back in time.
             WeightsError: they could not be written.
         """
-        self._version, self._reference = version, {}
+        self._version, self._reference, self.checksum = version, {}, None
         expected = self._log_probs_of_probe()
         transport = self._disk if self._must_be_on_disk(version) else self._transport
         transport.prepare(version)
@@ -142,7 +144,11 @@ class Publisher:
         if urls is None:
             return []
         failed = transport.send(version, urls) if urls else {}
-        held = self._on_zero(what, lambda: self._verify(transport, failed, expected, before_continue))
+        held = self._on_zero(
+            what,
+            lambda: self._verify(transport, failed, expected, before_continue),
+            self._engines.timeout_s,  # of `before_continue`
+        )
         if held == []:
             held = self._last_resort(transport, expected, before_continue)
         self._on_zero("old weights", self._prune)
@@ -162,10 +168,13 @@ class Publisher:
     # ----------------------------------------------------------------------------------------------------- the steps
 
     def _pause(self, version: int, transport: Transport) -> list[str]:
-        mode = self._cfg.engine.pause_mode
+        """One that is dirty gets no part of the weights: it has to be reloaded as a whole."""
+        mode, urls = self._cfg.engine.pause_mode, self._engines.urls
+        if transport is not self._disk:
+            urls = [url for url in urls if url not in self.dirty]
+        self._update = self._engines.begin_update(version, urls, self._interrupted)
         if transport is self._disk:
-            self._announce()
-        self._update = self._engines.begin_update(version, None, self._interrupted)
+            self._announce()  # what waits for copies counts into the update's deadline
         self._update.pause(mode)
         if transport.in_session:
             self._update.begin()
@@ -204,6 +213,8 @@ class Publisher:
         update.probe(self._tokens(), expected, self._cfg.engine.probe_tolerance)
         update.disown()
         self._reference |= {len(update.checksums[url]): update.checksums[url] for url in update.left}
+        if update.left:
+            self.checksum = update.overall
         self.dirty |= update.failed
         for url in update.left:
             self.dirty.pop(url, None)
@@ -214,7 +225,7 @@ class Publisher:
         """No engine got them: wait until one can be reached, and reload it."""
 
         def ready() -> list[str]:
-            error = nobody_holds(self._version, self._update.failed)
+            error = nobody_holds(self._version, self._update.failed or self.dirty)
             if transport is self._disk and not isinstance(error, TransportError):
                 raise error  # what they refuse is what they would get
             patience = max(self._engines.patience_s, MOMENT_S)
@@ -239,8 +250,8 @@ class Publisher:
             self._written = self._version
 
         def reload() -> list[str]:
-            self._announce()
             update = self._update = self._engines.begin_update(self._version, urls, self._interrupted)
+            self._announce()
             update.pause("retract")
             update.close_old_session()
             update.load_from_disk(self._disk.path(self._version), self._paths, flush=True)
@@ -249,7 +260,8 @@ class Publisher:
                 self._announce(update.overall)
             return update.left
 
-        return self._on_zero(f"weights {self._version} to {', '.join(urls)}", reload)
+        what = f"weights {self._version} to {', '.join(urls)}"
+        return self._on_zero(what, reload, self._engines.timeout_s)  # of `before_continue`
 
     # --------------------------------------------------------------------------------------------------------- parts
 

@@ -84,8 +84,7 @@ class Session:
         self.rollouts = RolloutFeed(cfg, controller, zero)
         self._controller, self._zero, self._recorder = controller, zero, recorder
         self._publisher = Publisher(cfg, policy, zero, engines, self._is_terminated, self._stop_arrives)
-        self.serving: list[str] = []
-        """Engines that hold the weights that were published last."""
+        engines.interrupted = self._is_terminated
         self._resume_from = resume_from
         self._began = time.monotonic()
         self._terminated = False
@@ -199,11 +198,11 @@ class Session:
         self._devices.to_engines()
         self._serve(version, self._publisher.publish(version, self._devices.weights_are_loaded))
 
-    def _serve(self, version: int, urls: Collection[str]) -> None:
-        """Tell the controller that these engines, and no others, hold the weights. None of them: the run is to end."""
-        self.serving = sorted(urls)
-        if urls:
-            self.rollouts.announce(version, self.serving, self._stop_arrives)
+    def _serve(self, version: int, urls: Collection[str], repaired: bool = False) -> None:
+        """Tell the controller that these engines hold the weights, and no others, or with `repaired` these as well."""
+        if urls:  # else the run is to end, or nothing was repaired
+            checksum = self._publisher.checksum
+            self.rollouts.announce(version, sorted(urls), checksum, repaired, self._stop_arrives)
 
     def record(self, metrics: StepMetrics, table: RolloutTable, results: Sequence[StepResult]) -> None:
         """Metrics of the batch and of its updates."""
@@ -274,7 +273,7 @@ class Session:
             if needy is None:
                 raise StopRequested
             log.info("weights %d once more, for %s", step, ", ".join(needy))
-            self._serve(step, {*self.serving, *self._publisher.repair(needy)})
+            self._serve(step, self._publisher.repair(needy), repaired=True)
         if self._devices.are_shared:
             self.wait_for_engines(step + 1)
         self._devices.to_trainer()

@@ -1,10 +1,12 @@
 """The controller process: prompts in, verified rollouts out, one step at a time, for a trainer that pulls them.
 
-    trainer rank 0 --POST weights k--> [step loop] --groups--> [group task] x N --/generate--> engines
-                                            |                       |
-                                            |                       '--score--> reward workers
-    trainer leaders <--table, samples-- [server] <--batch k-- [step loop] <--done k-- trainer rank 0
-    trainer rank 0  --POST eval------->  [eval loop] --/generate, score--> engines, reward workers
+    trainer rank 0 --POST weights k--> [step loop] --groups--> [group task] x N --(client workers)--/generate--> engines
+                                            |                    |    |                                            ^
+                                            |                    |    '--turns--> environment processes            |
+                                            |                    '--score--> reward workers                        |
+    trainer leaders <--table, samples-- [server] <--batch k-- [step loop] <--done k-- trainer rank 0               |
+    trainer rank 0  --POST eval------->  [eval loop] --/generate, turns, score--> as the group tasks               |
+    trainer rank 0  --POST weights k--> [replica monitor] --/ready, /model_info, checksums-------------------------'
 
 step loop    consumes prompts: those of suspended groups first, then given back ones, then in cursor order
              waits for the trainer's POST /v1/weights k (async: once); groups_per_step usable groups for batch k
@@ -12,13 +14,26 @@ step loop    consumes prompts: those of suspended groups first, then given back 
              unblocked by those two requests, and by every group task that ends
              produces batch k; the dump of step k; free slots; whether the engines may be updated (GET /v1/update/k+1)
 group task   consumes one prompt, or a suspended group
-             waits for room at the gate; engines' answers (rollout.request_timeout_s); verifiers (reward.timeout_s)
+             waits for room at the gate; a replica that serves and engines' answers (rollout.request_timeout_s, each);
+                       environments (rollout.environment_timeout_s a call); verifiers (reward.timeout_s)
              unblocked by the same; suspended or cancelled by the step loop, which tells the engine
              produces one judged group, a suspended one, or an error that fails the step
 eval loop    consumes queued evaluations, one after the other
              waits for POST /v1/eval; all groups of the evaluation (rollout.step_timeout_s)
              unblocked by those
              produces metrics and a dump
+monitor      consumes what is said of replicas: by the trainer, who updated them, and by requests that failed
+             waits for the next look (POLL_S); answers of replicas (PROBE_TIMEOUT_S, CHECKSUM_TIMEOUT_S)
+             unblocked by those, and by a request that failed
+             produces which replicas serve, and which need weights
+client       consume requests for tokens, and keep the connections (rollout.client_workers; none: in this process)
+workers      wait for the next request; engines' answers, as long as the group task does
+             unblocked by the controller, who cancels what it waits for no longer
+             produce answers; one that died loses its requests, which are made again, and is started again
+environment  consume calls of their episodes, one after the other (rollout.environment_workers)
+processes    wait for the next call; what the environment does
+             unblocked by calls, killed when one is late
+             produce an answer to each call
 server       consumes the trainer's requests, waits for nothing but the disk, answers at once
 
 The controller never waits on the trainer with a deadline and never lets the trainer wait: it answers with a status, and
@@ -110,20 +125,28 @@ class Controller:
         self._tables: dict[int, RolloutTable] = {}
 
     async def run(self) -> None:
-        """Both loops, until cancelled."""
+        """The step loop and the eval loop, until cancelled."""
         try:
             await asyncio.gather(self.scheduler.run(), self.evaluator.run())
         finally:
             self.scheduler.stop()
 
-    def publish(self, version: int, serving: Collection[str] | None, start: bool) -> None:
-        """The engines at `serving` hold weights `version` (None: all that serve); `start`: its step may be sampled now.
+    def publish(
+        self,
+        version: int,
+        serving: Collection[str] | None,
+        checksum: str | None = None,
+        *,
+        start: bool,
+        repaired: bool = False,
+    ) -> None:
+        """The engines at `serving` hold weights `version` (None: all that serve); see `Replicas.publish`.
 
-        Raises StepConflict for a version that does not fit the step.
+        `start`: its step may be sampled now. Raises StepConflict for a version that does not fit the step.
         """
         if start:
             self.scheduler.publish(version)
-        self._client.replicas.publish(version, serving)
+        self._client.replicas.publish(version, serving, checksum, repaired)
 
     def step_status(self, step: int) -> dict[str, Any]:
         """Answer of GET /v1/step/{k}; steps that are not yet or no longer sampled have no progress."""

@@ -60,10 +60,25 @@ class ControllerClient:
 
     # ---- steps
 
-    def set_weights_version(self, version: int, serving: Sequence[str] | None = None, start: bool = True) -> None:
-        """The engines at `serving` (None: all of them) hold weights `version`; `start`: its step may be sampled now."""
+    def set_weights_version(
+        self,
+        version: int,
+        serving: Sequence[str] | None = None,
+        checksum: str | None = None,
+        *,
+        start: bool = True,
+        repaired: bool = False,
+    ) -> None:
+        """The engines at `serving` (None: all of them) hold weights `version`.
+
+        Args:
+            checksum: of these weights, as engines report it.
+            start: the step of these weights may be sampled now.
+            repaired: the engines at `serving` have been given them later than the others, of which nothing is said.
+        """
         urls = None if serving is None else list(serving)
-        self._post("/v1/weights", {"version": version, "serving": urls, "start": start})
+        body = {"version": version, "serving": urls, "checksum": checksum, "start": start, "repaired": repaired}
+        self._post("/v1/weights", body)
 
     def wait_update(self, version: int, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Poll until the engines may be updated to weights `version`, or `interrupted()`.

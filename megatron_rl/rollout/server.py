@@ -89,7 +89,13 @@ class _Routes:
 
     async def weights(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        self._controller.publish(int(body["version"]), body.get("serving"), bool(body.get("start", True)))
+        self._controller.publish(
+            int(body["version"]),
+            body.get("serving"),
+            body.get("checksum"),
+            start=bool(body.get("start", True)),
+            repaired=bool(body.get("repaired", False)),
+        )
         return _json({})
 
     async def update(self, request: web.Request) -> web.Response:

@@ -160,7 +160,8 @@ def fail_in_turn(path: Path, other: Path, folder: Path, urls: list[str], pid: in
         settle(publisher, bucket_timeout_s=DEADLINE_S, replicas_per_group=2)
         found["together"] = faulty(publisher, 3, urls, close_session)
         settle(publisher, replicas_per_group=1)
-        found["killed"] = faulty(publisher, 4, urls, signal_engine(signal.SIGKILL))
+        found["dirty"] = twice(publisher, 4, urls, close_session)
+        found["killed"] = faulty(publisher, 6, urls, signal_engine(signal.SIGKILL))
         publisher._engines.close()
     distributed.shutdown()
     return found
@@ -204,6 +205,18 @@ def faulty(
     right = Client(urls[0]).checksums()
     result.repaired = publisher.repair(list(result.dirty))
     result.good = all(Client(url).checksums() == right for url in {*result.held, *result.repaired})
+    return result
+
+
+def twice(publisher: Any, version: int, urls: list[str], fault: Callable[[], None]) -> Failure:
+    """Publish with a fault, once more without one, then repair; `good`: all have the checksum that is told."""
+    with at_bucket(3, fault):
+        publisher.publish(version)
+    change(publisher._policy, 1.01)
+    result = Failure(publisher.publish(version + 1), {url: str(error) for url, error in publisher.dirty.items()})
+    result.repaired = publisher.repair(list(result.dirty))
+    found = [Client(url).ok("/weights_checker", {"action": "checksum"})["per_engine_checksum"] for url in urls]
+    result.good = found == [publisher.checksum] * len(urls)
     return result
 
 
@@ -320,6 +333,16 @@ def test_an_engine_that_lives_is_repaired_by_a_full_reload(
     fault: str, failures: dict[str, Any], urls: list[str]
 ) -> None:
     assert failures[fault].repaired == urls[1:]
+
+
+def test_a_dirty_engine_gets_no_weights_until_it_is_reloaded_as_a_whole(
+    failures: dict[str, Any], urls: list[str]
+) -> None:
+    found = failures["dirty"]
+    assert found.held == urls[:1]
+    assert found.dirty.keys() == {urls[1]}
+    assert found.repaired == urls[1:]
+    assert found.good
 
 
 def test_a_killed_engine_is_not_repaired(failures: dict[str, Any]) -> None:

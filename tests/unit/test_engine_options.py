@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_rl.engines.embedded.engine import Engine
-from megatron_rl.engines.embedded.options import EmbeddedOptions
+from megatron_rl.engines.embedded.options import SPARE_ROWS, EmbeddedOptions
 from megatron_rl.engines.embedded.weights import Weights, WeightsError, load_model, overall_checksum
 from megatron_rl.engines.serve import bind, options_from_config, serve_embedded
+from megatron_rl.engines.sglang import sglang_from_config
 from megatron_rl.weights.current import CurrentWeights, announce
 from tests.tiny import tiny_model
 from tests.unit.rollout_rig import config
@@ -42,6 +43,15 @@ def test_a_run_with_published_weights_starts_its_engine_with_them_and_their_chec
     later = options_from_config(cfg, replica=1, port=7)
     assert (later.model, later.weight_version) == (str(tmp_path / "weights" / "v000012"), "12")
     assert (later.weights_checksum, later.port, later.reserved_port) == ("abc", 7, True)
+
+
+def test_engines_have_rows_for_the_probe_where_requests_go_on_during_an_update(tmp_path: Path) -> None:
+    cfg = config(tmp_path, tmp_path / "base", [])
+    rows = cfg.engine.max_running_requests
+    beside = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"mode": "async"})})
+    for options in (lambda c: options_from_config(c, 0, 7), lambda c: sglang_from_config(c, 0, "127.0.0.1", 7)):
+        assert options(cfg).max_running_requests == rows
+        assert options(beside).max_running_requests == rows + SPARE_ROWS
 
 
 def test_weights_with_another_checksum_than_announced_are_not_served(tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
+import orjson
 import pytest
 
 from megatron_rl.rollout.endpoint import Endpoint, controller_file, engine_logs, engine_urls, publish, read
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
+from megatron_rl.rollout.server import _Routes
 from tests.tiny import tiny_tokenizer
 from tests.unit.fake_sglang import FakeEngine, says
 from tests.unit.rollout_rig import config, running_controller, write_prompts
@@ -138,6 +142,39 @@ def test_an_update_waits_for_the_next_batch_unless_no_engine_is_left_to_make_it(
                 client.wait_update(1, timeout_s=0.3)
             client.set_weights_version(1, serving=[], start=False)
             client.wait_update(1, timeout_s=60)
+
+
+def test_an_engine_without_the_weights_is_named_until_it_was_given_them(tmp_path, model):
+    engine = FakeEngine()
+    engine.always = engine.hang()
+    with running(engine) as url:
+        cfg = config(tmp_path, model, [url], reward=SORTING, rollout=SMALL)
+        with running_controller(cfg), ControllerClient(tmp_path) as client:
+            client.set_weights_version(0, [])
+            named = client.wait_ready(0, timeout_s=60, enough=lambda status: bool(status.needs_weights))
+            assert named.needs_weights == [url]
+            client.set_weights_version(0, [], start=False, repaired=True)
+            assert client.step_status(0).needs_weights == [url]
+            client.set_weights_version(0, [url], start=False, repaired=True)
+            assert client.step_status(0).needs_weights == []
+
+
+def test_who_holds_weights_and_their_checksum_reach_the_controller(tmp_path, monkeypatch):
+    told = []
+    controller = SimpleNamespace(publish=lambda *words, **more: told.append((words, more)))
+    routes = _Routes(controller, asyncio.Event())
+
+    def post(path, body):
+        asyncio.run(routes.weights(SimpleNamespace(read=AsyncMock(return_value=orjson.dumps(body)))))
+
+    client = ControllerClient(tmp_path)
+    monkeypatch.setattr(client, "_post", post)
+    client.set_weights_version(3)
+    client.set_weights_version(4, ["http://a"], "sum", start=False, repaired=True)
+    assert told == [
+        ((3, None, None), {"start": True, "repaired": False}),
+        ((4, ["http://a"], "sum"), {"start": False, "repaired": True}),
+    ]
 
 
 def test_an_engine_that_refuses_fails_the_step_with_its_own_words(tmp_path, model):
