@@ -214,6 +214,11 @@ def _environment(cfg: Config) -> Iterator[str]:
 
 def _off_policy(cfg: Config) -> Iterator[str]:
     r = cfg.rollout
+    if cfg.engine.pause_mode == "in_place" and r.mode != "async":
+        yield (
+            f"engine.pause_mode=in_place with rollout.mode={r.mode}: no request runs during an update; leave it out, "
+            "or use rollout.mode=async"
+        )
     if not r.off_policy:
         return
     what = f"rollout.mode={r.mode}" if r.mode != "sync" else "rollout.partial_rollouts=true"

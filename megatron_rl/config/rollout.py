@@ -136,6 +136,13 @@ class RolloutConfig(Section):
     def _turns(self) -> RolloutConfig:
         if self.environment is None and self.environment_args:
             raise ValueError("environment_args without environment; set environment=module:Class, or leave them out")
+        for key in ("max_turns", "environment_timeout_s", "environment_workers"):
+            value = getattr(self, key)
+            if self.environment is None and value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key}={value} without environment: there is one turn; set environment=module:Class, or leave it "
+                    "out"
+                )
         if self.max_turn_tokens is not None and self.environment is None:
             raise ValueError("max_turn_tokens without environment; use max_response_tokens for a single turn")
         return self

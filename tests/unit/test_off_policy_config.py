@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import Config, ConfigError, validate
+from megatron_rl.config.checks import _off_policy
 
 
 def config(algorithm: dict[str, Any] | None = None, **rollout: Any) -> Config:
@@ -58,3 +59,29 @@ def test_corrections_of_the_user_win_and_the_engines_own_log_probs_need_none():
 def test_what_cannot_be_meant_is_refused(rollout, message):
     with pytest.raises(ConfigError, match=message):
         config(**rollout)
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_turns", 4), ("environment_timeout_s", 5), ("environment_workers", 3)])
+def test_a_key_of_environments_is_refused_without_one_unless_it_says_the_default(key, value):
+    fix = "set environment=module:Class, or leave it out"
+    with pytest.raises(ConfigError, match=rf"{key}={value}(\.0)? without environment: there is one turn; {fix}"):
+        config(**{key: value})
+    assert getattr(config(environment="a:B", **{key: value}).rollout, key) == value
+    resolved = config().rollout.model_dump()
+    assert config(**resolved).rollout.model_dump() == resolved
+
+
+@pytest.mark.parametrize("rollout", [{}, {"partial_rollouts": True}, {"mode": "one_step_off"}])
+def test_requests_can_be_kept_through_updates_only_where_some_run(rollout):
+    def complaints(**settings: Any) -> list[str]:
+        cfg = config(**settings)
+        return list(_off_policy(cfg.model_copy(update={"engine": cfg.engine.model_copy(update=kept)})))
+
+    kept = {"pause_mode": "in_place"}
+    (found,) = complaints(**rollout)
+    mode = rollout.get("mode", "sync")
+    assert found == (
+        f"engine.pause_mode=in_place with rollout.mode={mode}: no request runs during an update; leave it out, or use "
+        "rollout.mode=async"
+    )
+    assert complaints(mode="async") == []
