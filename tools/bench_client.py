@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Requests per second of one core: the rollout client against bare aiohttp + orjson, at a server that does nothing.
+"""Requests per second of CPU time: the rollout client against bare aiohttp + orjson, at a server that does nothing.
 
 The server is another process; it reads a request and sends bytes that were prepared before: one sequence as SGLang
 answers it, with text, tokens, log-probs and version spans. Both sides send the same body and keep the same number of
@@ -7,11 +7,12 @@ requests in flight over kept connections.
 
 - bare: aiohttp posts the body, orjson.loads reads the answer, which is then thrown away;
 - ours: `EngineClient.generate` for one sample: gate, router, segments, the answer checked and turned into numpy arrays,
-  log-probs included, appended to the sample. In this process, so that all of its work counts.
+  log-probs included, appended to the sample. In this process, so that all of its work counts;
+- ours with `--workers N`: the same through N worker processes, as runs with SGLang do by default.
 
-Before each of its rounds ours does what its processes do when they have started: the garbage collector is told to look
-less often (`rollout/garbage.py`). Bare has Python's own settings, and aiohttp's but for the limit of connections.
-Rounds alternate. What is compared is requests per second of CPU time of this process, as other work on the machine
+In all of these the garbage collector looks less often, as controller and workers tell it (`rollout/garbage.py`); bare
+is shown with Python's own settings, too. It has aiohttp's settings but for the limit of connections. Rounds
+alternate. What is compared is requests per second of CPU time of all client processes, as other work on the machine
 hardly changes it; requests per second of wall time are shown beside it. `--soak N` keeps ours busy for N seconds and
 fits a line to the resident memory of this process, leaving out the first quarter.
 """
@@ -26,7 +27,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -46,7 +48,9 @@ from tools.bench_common import load_average, spread  # noqa: E402
 
 VOCABULARY = 151_936
 PROMPT_TOKENS = 256
+OWN_SETTINGS = "bare (Python's own collector settings)"
 Side = Callable[[int], Awaitable[None]]
+Rates = tuple[float, float]
 
 
 def prepared_answer(tokens: int) -> bytes:
@@ -150,44 +154,79 @@ def new_sample(number: int) -> Sample:
     return Group.start(number, "p", PROMPT, 1, run_seed=0, version=3, temperature=1.0).samples[0]
 
 
-async def timed(requests: int, concurrency: int, one: Side) -> tuple[float, float]:
-    """Requests per second of CPU and of wall time."""
-    cpu, wall = time.process_time(), time.perf_counter()
+async def timed(requests: int, concurrency: int, one: Side, workers: Collection[int] = ()) -> Rates:
+    """Requests per second of CPU time, that of these processes included, and of wall time."""
+    cpu, wall = cpu_seconds(workers), time.perf_counter()
     await repeat(requests, concurrency, one)
-    return requests / (time.process_time() - cpu), requests / (time.perf_counter() - wall)
+    return requests / (cpu_seconds(workers) - cpu), requests / (time.perf_counter() - wall)
+
+
+def cpu_seconds(workers: Collection[int]) -> float:
+    """Of this process and the workers."""
+    times = [psutil.Process(pid).cpu_times() for pid in workers]
+    return time.process_time() + sum(t.user + t.system for t in times)
+
+
+def children() -> set[int]:
+    """Process ids."""
+    return {child.pid for child in psutil.Process().children()}
+
+
+@contextmanager
+def looking_less_often() -> Iterator[None]:
+    """The settings of the processes of a run, for the block."""
+    thresholds = gc.get_threshold()
+    look_less_often()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 async def compare(url: str, tokens: int, words: argparse.Namespace) -> None:
-    """Both sides in turn, and their ratio."""
+    """All sides in turn, and their ratios."""
     settings = SamplingSettings(temperature=1.0, max_new_tokens=tokens)
     requests = max(words.concurrency, words.tokens // tokens)
-    plain = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-    found: dict[str, list[tuple[float, float]]] = {"bare": [], "ours": []}
-    async with (
-        plain as session,
-        connect(
-            [url], vocab_size=VOCABULARY, concurrency=words.concurrency, limits=Limits(segment_tokens=tokens)
-        ) as client,
-    ):
-        samples = [new_sample(i) for i in range(words.concurrency)]
-        sides = {"bare": bare(session, url, new_sample(0), settings), "ours": ours(client, settings, samples)}
-        for one in sides.values():
-            await repeat(words.concurrency, words.concurrency, one)  # opens the connections
-        for _ in range(words.runs):
-            found["bare"].append(await timed(requests, words.concurrency, sides["bare"]))
-            samples[:] = [new_sample(i) for i in range(requests)]
-            thresholds = gc.get_threshold()
-            look_less_often()
-            found["ours"].append(await timed(requests, words.concurrency, sides["ours"]))
-            gc.set_threshold(*thresholds)
-            gc.unfreeze()
+    samples: list[Sample] = []
+    async with AsyncExitStack() as stack:
+        plain = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        session = await stack.enter_async_context(plain)
+        sides = {"bare": bare(session, url, new_sample(0), settings)}
+        pids: dict[str, set[int]] = {}
+        for workers in [0, words.workers] if words.workers else [0]:
+            name = f"ours, {workers} workers" if workers else "ours"
+            limits = Limits(segment_tokens=tokens)
+            connected = connect(
+                [url], vocab_size=VOCABULARY, concurrency=words.concurrency, limits=limits, workers=workers
+            )
+            before = children()
+            client = await stack.enter_async_context(connected)
+            sides[name] = ours(client, settings, samples)
+            pids[name] = children() - before
+        found: dict[str, list[Rates]] = {}
+        for number in range(words.runs + 1):
+            for name, one in sides.items():
+                # The first round opens the connections.
+                count = requests if number else words.concurrency
+                samples[:] = [new_sample(i) for i in range(count)]
+                with looking_less_often():
+                    rates = await timed(count, words.concurrency, one, pids.get(name, ()))
+                if number:
+                    found.setdefault(name, []).append(rates)
+            if number:
+                own = await timed(requests, words.concurrency, sides["bare"])
+                found.setdefault(OWN_SETTINGS, []).append(own)
     print(f"{tokens} tokens: {requests} requests a round, {words.concurrency} at once, {words.runs} rounds")
-    for name, rates in found.items():
-        cpu, wall = zip(*rates, strict=True)
-        print(f"  {name:5s} requests per CPU second {spread(cpu, 0)}, per second {spread(wall, 0)}")
-    for kind, place in (("CPU time", 0), ("time", 1)):
-        ratios = [o[place] / b[place] for o, b in zip(found["ours"], found["bare"], strict=True)]
-        print(f"  ours / bare by {kind}: {spread(ratios)}")
+    width = max(map(len, found))
+    for name, rates_of in found.items():
+        cpu, wall = zip(*rates_of, strict=True)
+        print(f"  {name:{width}s} requests per CPU second {spread(cpu, 0)}, per second {spread(wall, 0)}")
+    for name in pids:
+        for other in ("bare", OWN_SETTINGS):
+            for kind, place in (("CPU time", 0), ("time", 1)):
+                ratios = [o[place] / b[place] for o, b in zip(found[name], found[other], strict=True)]
+                print(f"  {name} / {other} by {kind}: {spread(ratios)}")
 
 
 async def soak(url: str, tokens: int, words: argparse.Namespace) -> None:
@@ -238,6 +277,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=512, help="requests in flight")
     parser.add_argument("--runs", type=int, default=5, help="rounds of each side")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of a round, about")
+    parser.add_argument("--workers", type=int, default=0, help="also through so many worker processes")
     parser.add_argument("--soak", type=float, default=0.0, help="seconds of the soak; 0 = none, then both are compared")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     words = parser.parse_args()

@@ -69,7 +69,7 @@ class WorkerExchange:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
+        """Process ids of the workers that run, for whoever looks at them from outside: tests do, nothing else here."""
         return [worker.pid for worker in self._workers if worker.pid]
 
     async def generate(self, url: str, prompts: Sequence[Prompt]) -> list[Generation]:
