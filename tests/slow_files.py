@@ -84,6 +84,12 @@ AREAS: dict[str, tuple[str, ...]] = {
     "tests/parallel/test_checkpoint_layouts.py": (*_STATE, "megatron_rl/policy/optimizer.py"),
     "tests/e2e/test_report_page.py": ("megatron_rl/monitor/",),
     "tests/e2e/test_benchmarks.py": ("tools/bench_",),
+    "tests/e2e/test_rollout_benchmarks.py": (
+        "megatron_rl/rollout/",
+        "tools/bench_client.py",
+        "tools/bench_common.py",
+        "tools/bench_partial.py",
+    ),
     "tests/e2e/test_smollm2.py": ("configs/smollm2", "megatron_rl/weights/", "tools/fetch_smollm2.py"),
     "tests/e2e/test_convert_smollm2.py": ("megatron_rl/weights/", "megatron_rl/verify.py", "tools/fetch_smollm2.py"),
     "tests/e2e/test_fresh_clone.py": ("constraints-cpu.txt", "launch/", "setup.py"),

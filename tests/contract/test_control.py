@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
+import select
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -32,6 +32,20 @@ def start_running(server: Server, count: int = 1, prefix: str = "long", **params
 def more_than(tokens: int) -> Callable[[dict[str, Any]], bool]:
     """Whether more tokens than that are in the cache."""
     return lambda load: load["num_used_tokens"] > tokens
+
+
+def let_it_turn(server: Server) -> None:
+    """Ten turns of the scheduler's loop, each of which would have drawn a token for whatever runs."""
+    for _ in range(10):
+        assert server.call("/flush_cache", {}).status in (200, 400)  # the scheduler itself says whether it may
+
+
+def post_generate(server: Server, **params: Any) -> http.client.HTTPConnection:
+    """A connection over which a request was sent whole; its answer is still to be read."""
+    where = urlsplit(server.url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
+    connection.request("POST", "/generate", json.dumps(generate_body(PROMPT, **params)), server.headers)
+    return connection
 
 
 def end_after_ten_more(server: Server, future: Future[Any], tokens: int) -> dict[str, Any]:
@@ -91,7 +105,7 @@ def test_abort_takes_a_live_id_and_ends_those_that_begin_with_it_too(server: Ser
 def test_abort_of_nobody_changes_nothing(server: Server, body: dict[str, Any]) -> None:
     (future,) = start_running(server)
     server.ok("/abort_request", body)
-    time.sleep(0.1)
+    server.wait_for_load("ten more tokens", more_than(server.load()["num_used_tokens"] + 10))
     assert not future.done()
 
 
@@ -101,7 +115,7 @@ def test_in_place_pause_freezes_and_goes_on(server: Server, reference: Reference
     assert answer == {"message": "Generation paused successfully.", "status": "ok"}
     assert server.call("/flush_cache", {}).status == 400  # its keys and values are in use
     frozen = server.load()  # only now: a real SGLang answers before the pause has reached its scheduler
-    time.sleep(0.2)
+    let_it_turn(server)
     assert server.load()["num_used_tokens"] == frozen["num_used_tokens"]
     assert frozen["num_running_reqs"] == 1
     assert server.ok("/continue_generation", {})["status"] == "ok"
@@ -134,12 +148,13 @@ def test_abort_pause_ends_all_and_holds_newcomers_until_continue(server: Server)
     server.ok("/pause_generation", {})  # abort is the default
     for future in running:
         assert_partial(future.result(10))
-    held = server.generate_later(PROMPT, max_new_tokens=2, ignore_eos=True)
-    time.sleep(0.3)
-    assert not held.done()
-    assert server.load()["num_running_reqs"] == 0
+    held = post_generate(server, max_new_tokens=2, ignore_eos=True)
+    for _ in range(10):
+        assert server.load()["num_running_reqs"] == 0
+    assert select.select([held.sock], [], [], 0)[0] == []  # no answer
     server.ok("/continue_generation", {})
-    assert held.result(60)["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+    assert json.loads(held.getresponse().read())["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+    held.close()
 
 
 def test_flush_is_refused_while_requests_run(server: Server) -> None:
@@ -164,9 +179,7 @@ def test_requests_join_and_leave_a_running_batch(server: Server, reference: Refe
 
 def test_a_client_that_goes_away_frees_its_place(embedded_server: Server) -> None:
     server = embedded_server  # a real SGLang looks after its clients every few seconds only; ours aborts by id
-    where = urlsplit(server.url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
-    connection.request("POST", "/generate", json.dumps(generate_body(PROMPT, **LONG)), server.headers)
+    connection = post_generate(server, **LONG)
     server.wait_for_load("the request to run", lambda load: load["num_running_reqs"] == 1)
     connection.close()
     reached = 0

@@ -73,3 +73,11 @@ def train(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, env=environment()
     )
     return FinishedRun(done.returncode, done.stdout, folder)
+
+
+def run_tool(name: str, *words: str, timeout: float = 300) -> str:
+    """What a program in tools/ printed; it must succeed."""
+    command = [sys.executable, str(ROOT / "tools" / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

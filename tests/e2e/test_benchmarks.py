@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from .runs import ROOT
+from .runs import run_tool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def run_tool(name: str, *words: str, timeout: float = 300) -> str:
-    command = [sys.executable, str(ROOT / "tools" / name), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize(
-    "name", ["bench_step.py", "bench_engine.py", "bench_loss.py", "bench_client.py", "bench_convert.py"]
-)
+@pytest.mark.parametrize("name", ["bench_step.py", "bench_engine.py", "bench_loss.py", "bench_convert.py"])
 def test_help_says_what_is_compared(name: str) -> None:
     said = run_tool(name, "--help")
     assert "--runs" in said
-    assert re.search("TRL's GRPOTrainer|transformers.generate|naive PyTorch|bare aiohttp|bare safetensors", said)
+    assert re.search("TRL's GRPOTrainer|transformers.generate|naive PyTorch|bare safetensors", said)
 
 
 def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
@@ -39,15 +28,6 @@ def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
         assert load in said
     assert len(re.findall(r"ours / transformers \d+\.\d\d", said)) == 4  # by time and by CPU time
     assert "load average" in said
-
-
-def test_client_benchmark_prints_a_ratio_for_each_length_and_the_slope_of_memory() -> None:
-    words = ["--concurrency", "16", "--runs", "2", "--tokens", "4096"]
-    said = run_tool("bench_client.py", *words, "--lengths", "64", "512")
-    for tokens, requests in ((64, 64), (512, 16)):
-        assert f"{tokens} tokens: {requests} requests a round, 16 at once, 2 rounds" in said
-    assert len(re.findall(r"ours / bare by (?:CPU )?time: \d+\.\d\d", said)) == 4
-    assert re.search(r"slope [+-]\d+\.\d\d MiB/min", run_tool("bench_client.py", *words, "--soak", "3"))
 
 
 def test_conversion_benchmark_prints_a_ratio_for_each_verb_and_memory_below_its_limit(tmp_path: Path) -> None:
@@ -87,21 +67,3 @@ def test_step_benchmark_prints_the_ratio_to_trl(tmp_path: Path) -> None:
     assert re.search(r"ours: \d+\.\d\d .*s/step, .* CPU s/step, peak memory \d+\.\d\d GiB", said)
     assert re.search(r"of these: generate \d+\.\d\d, pull", said)
     assert re.search(r"ours / TRL: time \d+\.\d\d, CPU time \d+\.\d\d, memory \d+\.\d\d", said)
-
-
-PARTIAL = ("--groups", "8", "--group-size", "4", "--median", "16", "--layers", "2", "--engines", "1", "--steps", "24")
-
-
-def test_partial_rollouts_are_timed_against_synchronous_ones_and_leave_lengths_as_they_were() -> None:
-    said = run_tool("bench_partial.py", *PARTIAL)
-    assert re.search(r"partial / sync: time \d+\.\d\d, engines' CPU time \d+\.\d\d", said)
-    assert said.count("the same distribution") == 3
-    assert "NOT" not in said
-
-
-def test_a_scheduler_that_throws_unfinished_responses_away_fails_the_test_of_lengths() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "bench_partial.py"), *PARTIAL, "--biased"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(r"partial and fresh draws .* NOT the same distribution", done.stdout), done.stdout
-    assert re.search(r"sync and fresh draws .*, the same distribution", done.stdout), done.stdout
