@@ -218,6 +218,7 @@ class EngineClient:
 
     async def _ask(self, run: Run, url: str, prompts: list[Prompt]) -> list[Generation]:
         published, rids = self.replicas.version, [prompt.rid for prompt in prompts]
+        prompts = [prompt._replace(cache_key="" if published is None else str(published)) for prompt in prompts]
         flight = Flight(url, rids)
         run.took_off(flight)
         try:

@@ -53,13 +53,18 @@ class SamplingSettings:
 
 
 class Prompt(NamedTuple):
-    """One sequence to go on with: `rid` names the request, `tokens` int64 [P], at most `max_new_tokens` follow."""
+    """One sequence to go on with: `rid` names the request, `tokens` int64 [P], at most `max_new_tokens` follow.
+
+    Engines share cached prefixes among requests of one `cache_key` only. It is the weights version, since keys and
+    values of older weights stay in an engine that was updated while requests kept theirs (`engine.pause_mode`).
+    """
 
     rid: str
     tokens: Tokens
     seed: int
     max_new_tokens: int
     settings: SamplingSettings
+    cache_key: str = ""
 
 
 class Generation(NamedTuple):
@@ -113,6 +118,7 @@ def generate_request(prompts: Sequence[Prompt]) -> bytes:
         "sampling_params": [_sampling_params(p) for p in prompts],
         "return_logprob": True,
         "logprob_start_len": -1,
+        "extra_key": [p.cache_key for p in prompts],
     }
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 

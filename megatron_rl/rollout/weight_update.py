@@ -69,9 +69,11 @@ class WeightUpdate:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def pause(self, mode: str) -> None:
-        """Stop decoding and, unless requests keep their cache (`in_place`), forget all keys and values."""
+        """Stop decoding and forget all keys and values; with `in_place` only where no request keeps its own."""
         self._post("/pause_generation", {"mode": mode})
-        if mode != "in_place":
+        if mode == "in_place":
+            self._call("/flush_cache", {}, self.left)  # refused while requests run: they keep theirs, see `cache_key`
+        else:
             self._flush()
 
     def begin(self) -> None:

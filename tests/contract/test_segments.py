@@ -48,6 +48,30 @@ def test_an_aborted_response_is_resumed_from_its_last_token(server: Server, refe
     np.testing.assert_allclose(log_probs(part) + log_probs(rest), expected, rtol=0, atol=1e-5)
 
 
+def test_requests_of_new_weights_use_no_prefix_of_a_request_that_kept_its_own(
+    server: Server, other_reference: Reference
+) -> None:
+    def ask(rid: str, key: str, length: int) -> dict[str, Any]:
+        sampling = {"max_new_tokens": length, **GREEDY}
+        body = {"rid": rid, "input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "extra_key": key}
+        return dict(server.ok("/generate", body))
+
+    server.ok("/flush_cache", {})
+    ask("s-0.0001", "w0", 12)  # its keys and values stay: nothing can be flushed while the next one runs
+    running = server.generate_later(PROMPT, max_new_tokens=3000, rid="s-1.0001", **GREEDY)
+    server.wait_for_load("some tokens", lambda load: load["num_used_tokens"] >= len(PROMPT) + 10)
+    server.ok("/pause_generation", {"mode": "in_place"})
+    update = {"model_path": str(server.other_model), "weight_version": "w1", "flush_cache": False}
+    server.ok("/update_weights_from_disk", update)
+    server.ok("/continue_generation", {})
+    fresh = ask("s-0.0002", "w1", 12)
+    server.ok("/abort_request", {"rid": "s-1.0001"})
+    running.result(60)
+    assert fresh["meta_info"]["cached_tokens"] == 0
+    expected = other_reference.log_probs(PROMPT, fresh["output_ids"], 1.0)
+    np.testing.assert_allclose(log_probs(fresh), expected, rtol=0, atol=1e-5)
+
+
 def test_new_weights_leave_nothing_in_the_cache(server: Server, other_reference: Reference) -> None:
     first = server.generate(PROMPT, max_new_tokens=12, **GREEDY)
     tokens = PROMPT + first["output_ids"]

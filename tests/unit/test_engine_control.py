@@ -308,7 +308,8 @@ def test_a_session_is_opened_and_closed_around_tensors_and_names_the_version_bef
     engine = FakeEngine()
     assert session_with(engine).left == [engine.url]
     assert engine.requests == [
-        ("/pause_generation", {"mode": "in_place"}),  # no flush: requests keep their cache
+        ("/pause_generation", {"mode": "in_place"}),
+        ("/flush_cache", {}),  # once: it is refused where requests keep their cache
         ("/begin_weight_update", {"selector": "all"}),
         ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}),
         ("/end_weight_update", {}),
@@ -324,7 +325,7 @@ def test_a_session_that_somebody_left_open_is_closed_first() -> None:
 
     engine = Open()
     assert session_with(engine).left == [engine.url]
-    assert engine.paths()[1:4] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+    assert engine.paths()[2:5] == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the probe

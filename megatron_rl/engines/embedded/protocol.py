@@ -134,6 +134,8 @@ class GenerateRequest(Body):
     return_entropy: Literal[False] | None = False
     return_prompt_token_ids: Literal[False] | None = False
     priority: int | None = None
+    extra_key: str | list[str] | None = None
+    """Without effect: nothing is shared between requests but a sequence that is gone on with, by the same weights."""
     lora_path: None = None
     session_params: None = None
 

@@ -50,7 +50,7 @@ async def read(stream: asyncio.StreamReader) -> tuple[Arrays, Values] | None:
 def request(number: int, url: str, prompts: Sequence[Prompt]) -> bytes:
     """Asks for one exchange."""
     arrays = {"tokens": np.concatenate([p.tokens for p in prompts]), "lengths": _lengths([p.tokens for p in prompts])}
-    entries = [[p.rid, p.seed, p.max_new_tokens, astuple(p.settings)] for p in prompts]
+    entries = [[p.rid, p.seed, p.max_new_tokens, astuple(p.settings), p.cache_key] for p in prompts]
     return frame(arrays, {"number": number, "url": url, "prompts": entries})
 
 
@@ -58,11 +58,10 @@ def from_request(arrays: Arrays, values: Values) -> tuple[str, list[Prompt]]:
     """URL and prompts of a request."""
     tokens = _split(arrays["tokens"], arrays["lengths"])
     prompts = []
-    for (rid, seed, max_new_tokens, settings), ids in zip(values["prompts"], tokens, strict=True):
+    for (rid, seed, max_new_tokens, settings, cache_key), ids in zip(values["prompts"], tokens, strict=True):
         temperature, longest, stop, *rest = settings
-        prompts.append(
-            Prompt(rid, ids, seed, max_new_tokens, SamplingSettings(temperature, longest, tuple(stop), *rest))
-        )
+        sampling = SamplingSettings(temperature, longest, tuple(stop), *rest)
+        prompts.append(Prompt(rid, ids, seed, max_new_tokens, sampling, cache_key))
     return values["url"], prompts
 
 
