@@ -125,10 +125,10 @@ class RolloutConfig(Section):
         for key, neutral in (("stale_policy", "drop"), ("mask_off_policy_tokens", False)):
             if not self.off_policy and getattr(self, key) != neutral:
                 raise ValueError(f"{key}={getattr(self, key)} has no effect with mode=sync; leave it out")
-        if self.mode == "one_step_off" and self.mask_off_policy_tokens:
+        if self.mode != "sync" and self.mask_off_policy_tokens:
             raise ValueError(
-                "mask_off_policy_tokens=true with mode=one_step_off: every token is one version behind, and none would "
-                "be left in the loss; leave it out, or use mode=sync with partial_rollouts=true"
+                f"mask_off_policy_tokens=true with mode={self.mode}: its batches may hold no token of the newest "
+                "weights, and none would be left in the loss; leave it out, or use mode=sync with partial_rollouts=true"
             )
         return self
 

@@ -348,17 +348,27 @@ class Scheduler:
         return {"step": self.progress.step, "pool": books}, groups
 
     def load_state_dict(self, state: dict[str, Any], groups: list[Group]) -> None:
-        """Go on from a saved state. Raises StepConflict once sampling has begun, DataError for other prompts."""
+        """Go on from a saved state. Raises StepConflict once sampling has begun, DataError for other prompts.
+
+        Groups of another `rollout.group_size`, and responses that were begun at another `rollout.temperature`, are
+        generated anew: a batch has one size of groups, and a response one temperature.
+        """
         if self.progress.status != "waiting" or self.progress.step or self._version >= 0:
             raise StepConflict(
                 f"the controller is at step {self.progress.step} ({self.progress.status}): a state can be restored "
                 "only into one that has just started"
             )
         self.pool.load_state_dict(state["pool"], groups)
-        if not self.pace.keeps:
-            self.pool.give_back(list(self.pool.partials))
+        keeps = self.pace.keeps
+        self.pool.give_back([g.id for g in groups if self._unfit(g) or (g.id in self.pool.partials and not keeps)])
         self.progress = StepProgress(state["step"], self._seen)
         self._changed.set()
+
+    def _unfit(self, group: Group) -> bool:
+        """Whether the configuration that it was started with differs in what cannot be mixed."""
+        rollout = self._cfg.rollout
+        begun = bool(group.unfinished) and any(s.temperature != rollout.temperature for s in group.samples)
+        return begun or len(group.samples) != rollout.group_size
 
     # ---- what is told about it
 

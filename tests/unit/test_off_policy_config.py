@@ -53,6 +53,10 @@ def test_corrections_of_the_user_win_and_the_engines_own_log_probs_need_none():
             {"mode": "one_step_off", "mask_off_policy_tokens": True},
             "mask_off_policy_tokens=true with mode=one_step_off",
         ),
+        (
+            {"mode": "async", "mask_off_policy_tokens": True},
+            "mask_off_policy_tokens=true with mode=async",
+        ),
         ({"mode": "fast"}, "rollout.mode"),
     ],
 )

@@ -104,6 +104,20 @@ def test_where_nothing_is_kept_a_group_that_never_finishes_ends_the_run_at_the_d
         run(played.train())
 
 
+@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"group_size": 3}])
+def test_what_another_temperature_or_size_has_begun_is_generated_anew(change):
+    rollout = {"partial_rollouts": True, "max_staleness": 3, "oversample": 2.0}
+    played = Run(config(4, **rollout), SlowMaker(lambda i: [30, 30] if i == 0 else [10, 10], lambda _: 1))
+    run(played.train(1))
+    assert 0 in played.scheduler.pool.partials
+    played.cfg = config(4, **rollout, **change)
+    played.restart()
+    pool = played.scheduler.pool
+    assert not pool.partials
+    assert 0 in pool.state_dict()[0]["waiting"]
+    assert bool(pool.finished) == ("temperature" in change)
+
+
 def test_what_a_complete_batch_leaves_unfinished_is_gone_on_with_token_by_token():
     maker = SlowMaker(lambda i: [30, 30] if i == 0 else [10, 10], lambda _: 1)
     played = Run(config(4, partial_rollouts=True, max_staleness=3, oversample=2.0), maker)
