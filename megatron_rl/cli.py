@@ -318,7 +318,7 @@ def _print_plan(cfg: Config, plan: Plan, nodes: list[tuple[str, str, str]] | Non
     for heading, rows in (plan.sections | ({"Slurm": nodes} if nodes else {})).items():
         table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # as it stands: [tis] is no markup
         console.print(table)
     console.print("dry run: nothing was started")
 

@@ -51,7 +51,13 @@ def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
         for s in range(min(pp, 4))
     ]
     engines = ", ".join(cfg.engine.urls) or f"{cfg.engine.replicas} x {cfg.engine.kind}"
-    return [*rows, ("engines", engines, f"{cfg.engine.max_running_requests} sequences each")]
+    r = cfg.rollout
+    partial = ", with partial rollouts" if r.partial_rollouts and r.mode != "async" else ""
+    return [
+        *rows,
+        ("engines", engines, f"{cfg.engine.max_running_requests} sequences each, {cfg.cluster.placement}"),
+        ("rollouts", r.mode + partial, f"tokens at most {r.max_staleness} versions old"),
+    ]
 
 
 def algorithm_rows(cfg: Config) -> list[tuple[str, str, str]]:
@@ -64,6 +70,8 @@ def algorithm_rows(cfg: Config) -> list[tuple[str, str, str]]:
         value = getattr(a, key)
         if key in preset:
             source = "preset" if value == preset[key] else f"given; the preset has {_plain(preset[key])}"
+        elif key == "corrections" and value == ["tis"] and cfg.rollout.off_policy:
+            source = "default for tokens of older weights"
         else:
             source = "default" if value == field.get_default(call_default_factory=True) else "given"
         rows.append((key, _plain(value), source))
@@ -143,10 +151,18 @@ def _bytes(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
     tokens = samples * (r.max_prompt_tokens + r.max_response_tokens)
     width = 2 if cfg.model.dtype == "bfloat16" else 4
     return [
-        ("weights to each engine", _gib(hf.num_parameters * width), "through a version directory on disk"),
+        ("weights to each engine", _gib(hf.num_parameters * width), _TRANSPORTS[cfg.engine.weight_transport]),
         ("rollouts to the trainer", _gib(tokens * (8 + 4 + 1)), "token, log-prob and mask; at most"),
         ("one checkpoint", _gib(hf.num_parameters * (width + 12)), "model and optimizer"),
     ]
+
+
+_TRANSPORTS = {
+    "auto": "by engine.weight_transport=auto: see docs/weights.md",
+    "disk": "through a version directory on disk",
+    "broadcast": "through process groups of trainer and engines",
+    "ipc": "through the memory of the devices they share",
+}
 
 
 def _gib(count: float) -> str:

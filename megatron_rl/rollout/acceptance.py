@@ -42,9 +42,12 @@ def require_rewards(groups: Sequence[Group]) -> None:
     """A batch without a single reward would be trained on in silence, step after step. Raises SamplingError."""
     samples = [sample for group in groups for sample in group.samples]
     if not any(sample.valid for sample in samples):
+        lost = sum(sample.finish_reason == "environment" for sample in samples)
+        why = f"the environment failed for {lost}, " if lost else ""
         raise SamplingError(
-            f"none of the {len(samples)} samples of the batch has a reward: every call of a verifier failed; the log "
-            "of the controller says how; correct the verifier, its component in reward.components, or the data"
+            f"none of the {len(samples)} samples of the batch has a reward: {why}every call of a verifier failed for "
+            "the others; the log of the controller says how; correct rollout.environment, the verifier, its component "
+            "in reward.components, or the data"
         )
 
 

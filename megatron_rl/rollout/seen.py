@@ -45,7 +45,7 @@ class Seen:
         rates = sorted(self.pass_rates.items(), key=lambda rate: (math.isnan(rate[0]), rate[0]))
         words = ", ".join(f"{rate:g}: {count}" for rate, count in rates)
         failed = any(map(math.isnan, self.pass_rates))
-        return words + (" (nan: a verifier failed; the controller's log says how)" if failed else "")
+        return words + (" (nan: a verifier or an environment failed; the controller's log says how)" if failed else "")
 
 
 def tokens_of(group: Group) -> int:

@@ -191,7 +191,7 @@ def without_rewards() -> Callable[..., Awaitable[Group]]:
     [
         ("off", "none of the 16 samples of the batch has a reward"),
         ("mask", "none of the 16 samples of the batch has a reward"),
-        ("refill", "mean correctness seen (value: groups): nan: 8 (nan: a verifier failed"),
+        ("refill", "mean correctness seen (value: groups): nan: 8 (nan: a verifier or an environment failed"),
     ],
 )
 def test_a_step_in_which_every_verification_failed_ends_the_run(mode, expected):
