@@ -15,6 +15,7 @@ from aiohttp import web
 
 Body = dict[str, Any]
 Answer = Callable[[Body], Awaitable[web.StreamResponse]]
+META = "meta_info"
 
 
 def good_answer(rid: str, tokens: list[int], version: str = "0") -> Body:
@@ -149,3 +150,21 @@ def resets() -> Answer:
         raise ConnectionResetError
 
     return answer
+
+
+def drop(*path: str) -> Callable[[Body], None]:
+    def change(answer: Body) -> None:
+        for name in path[:-1]:
+            answer = answer[name]
+        del answer[path[-1]]
+
+    return change
+
+
+def put(value: Any, *path: str) -> Callable[[Body], None]:
+    def change(answer: Body) -> None:
+        for name in path[:-1]:
+            answer = answer[name]
+        answer[path[-1]] = value
+
+    return change

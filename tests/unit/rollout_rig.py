@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config import Config, validate
+from megatron_rl.config import Config, dump, validate
 from megatron_rl.rollout.controller import serve
 from megatron_rl.rollout.endpoint import controller_file
 from megatron_rl.rollout.pull import ControllerClient
 from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.wire import decode, unpack_groups
 
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 HOOK = "tests.unit.rollout_hooks:even_count"
 
 
@@ -114,3 +119,11 @@ def log_probs_of(model: Path, sample: Sample) -> np.ndarray:
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens[None]).logits[0, :-1]
     found = torch.log_softmax(logits / sample.temperature, -1).gather(-1, tokens[1:, None])[:, 0]
     return found[sample.prompt_length - 1 :].numpy()
+
+
+def start_process(cfg: Config) -> subprocess.Popen[str]:
+    """The controller in a process of its own."""
+    path = Path(cfg.run_dir) / "config.yaml"
+    path.write_text(dump(cfg))
+    argv = [sys.executable, "-m", "megatron_rl.cli", "rollout", "--config", str(path)]
+    return subprocess.Popen(argv, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import resource
 from collections.abc import Callable, Sequence
@@ -13,10 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_rl.rollout.arrays import usual_answers
 from megatron_rl.rollout.client import EngineClient, Limits
 from megatron_rl.rollout.connect import connect
 from megatron_rl.rollout.exchange import HttpExchange
@@ -27,11 +23,23 @@ from megatron_rl.rollout.protocol import (
     ProtocolError,
     SamplingSettings,
     TransportError,
-    _parse,
 )
 from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.session import error_text, raise_open_file_limit
-from tests.unit.fake_sglang import Answer, Body, FakeEngine, changed, good_answer, hangs_until, resets, says, says_text
+from tests.unit.fake_sglang import (
+    META,
+    Answer,
+    Body,
+    FakeEngine,
+    changed,
+    drop,
+    good_answer,
+    hangs_until,
+    put,
+    resets,
+    says,
+    says_text,
+)
 
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=4, stop_token_ids=(2,))
 VOCABULARY = 10
@@ -83,27 +91,6 @@ def test_a_group_begins_with_one_request_that_has_a_name_and_a_seed_for_each_sam
     assert samples[0].response_tokens.tolist() == [5, 2]
     assert samples[0].log_probs.dtype == np.float32
     assert samples[1].finish_reason == "stop"
-
-
-def drop(*path: str) -> Callable[[Body], None]:
-    def change(answer: Body) -> None:
-        for name in path[:-1]:
-            answer = answer[name]
-        del answer[path[-1]]
-
-    return change
-
-
-def put(value: Any, *path: str) -> Callable[[Body], None]:
-    def change(answer: Body) -> None:
-        for name in path[:-1]:
-            answer = answer[name]
-        answer[path[-1]] = value
-
-    return change
-
-
-META = "meta_info"
 
 
 @pytest.mark.parametrize(
@@ -374,40 +361,3 @@ def test_a_request_is_sent_again_until_the_patience_ends_however_few_retries_are
 def test_a_page_of_a_web_server_becomes_one_line_without_tags():
     page = b"<html>\n <head><title>Error</title></head>\n <body><h1>Error response</h1>\n<p>code: 501</p></body></html>"
     assert error_text(page) == "Error Error response code: 501"
-
-
-DAMAGES = [
-    lambda answer: answer[META]["output_token_logprobs"].append([-1.0, 5, None]),
-    lambda answer: answer[META]["output_token_logprobs"].append([None, 5, None]),
-    lambda answer: answer[META]["output_token_logprobs"].append(["x", 5, None]),
-    lambda answer: answer[META]["output_token_logprobs"].clear(),
-    put(None, META, "output_token_logprobs"),
-    put([200], "output_ids"),
-    put("abort", META, "finish_reason", "type"),
-    drop(META, "finish_reason"),
-]
-
-
-@given(
-    st.lists(st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0, width=32)), max_size=4), max_size=3), st.data()
-)
-def test_the_quick_reader_says_what_the_careful_one_says_or_nothing(sequences, data):
-    """Also of answers that were changed somewhere: it may never let pass what the other refuses."""
-    answers = [good_answer(f"r{i}", [t for t, _ in sequence]) for i, sequence in enumerate(sequences)]
-    for answer, sequence in zip(answers, sequences, strict=True):
-        answer[META]["output_token_logprobs"] = [[value, token, None] for token, value in sequence]
-    if answers and data.draw(st.booleans()):
-        data.draw(st.sampled_from(DAMAGES))(answers[0])
-    body = json.dumps(answers, separators=(",", ":")).encode()
-    prompts = [Prompt(f"r{i}", np.array([1]), 0, 3, SETTINGS) for i in range(len(answers))]
-    usual = usual_answers(body, [3] * len(prompts), 100)
-    try:
-        careful = _parse(body, prompts, "u", 100)
-    except EngineError:
-        careful = None
-    if usual is not None:
-        assert careful is not None
-        for (tokens, log_probs, _, reason), other in zip(usual, careful, strict=True):
-            np.testing.assert_equal((tokens, log_probs, reason), (other.tokens, other.log_probs, other.finish_reason))
-    elif careful is not None:
-        assert any(g.finish_reason == "abort" or not len(g.tokens) for g in careful), "a usual answer was left to it"

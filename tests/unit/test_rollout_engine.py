@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,20 +16,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.config import Config, dump
 from megatron_rl.rollout.client import EngineClient, Job
 from megatron_rl.rollout.control import EngineControl
-from megatron_rl.rollout.controller import serve
 from megatron_rl.rollout.endpoint import controller_file
 from megatron_rl.rollout.flights import Run
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.sample import Sample
 from megatron_rl.rollout.wire import RolloutShard, RolloutTable
 from tests.tiny import tiny_model
-from tests.unit.rollout_rig import config, log_probs_of, running_controller, saved_groups, write_prompts
-
-ROOT = Path(__file__).resolve().parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+from tests.unit.rollout_rig import (
+    ENV,
+    config,
+    log_probs_of,
+    running_controller,
+    saved_groups,
+    start_process,
+    write_prompts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -391,32 +393,3 @@ def test_the_process_serves_until_it_is_asked_to_end_and_removes_its_address(eng
     finally:
         process.kill()
     assert not controller_file(tmp_path).exists()
-
-
-def test_a_controller_that_waits_for_its_engines_ends_when_it_is_asked_to(model, tmp_path):
-    cfg = config(tmp_path, model, [], engine={"ready_timeout_s": 600})
-
-    async def main() -> None:
-        shutdown = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.2, shutdown.set)
-        await asyncio.wait_for(serve(cfg, "127.0.0.1", shutdown), timeout=60)
-
-    asyncio.run(main())
-    assert not controller_file(tmp_path).exists()
-
-
-def test_a_prompt_that_is_too_long_stops_the_process_at_once_with_file_and_line(engine, model, tmp_path):
-    cfg = config(tmp_path, model, [engine], rollout={"max_prompt_tokens": 5})
-    process = start_process(cfg)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "prompts.jsonl:1: the prompt has" in errors
-    assert "rollout.max_prompt_tokens=5" in errors
-    assert not controller_file(tmp_path).exists()
-
-
-def start_process(cfg: Config) -> subprocess.Popen[str]:
-    path = Path(cfg.run_dir) / "config.yaml"
-    path.write_text(dump(cfg))
-    argv = [sys.executable, "-m", "megatron_rl.cli", "rollout", "--config", str(path)]
-    return subprocess.Popen(argv, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
