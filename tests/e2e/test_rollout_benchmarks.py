@@ -15,10 +15,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 def test_client_benchmark_prints_a_ratio_for_each_length_and_the_slope_of_memory() -> None:
     words = ["--concurrency", "16", "--runs", "2", "--tokens", "4096"]
-    said = run_tool("bench_client.py", *words, "--lengths", "64", "512")
+    said = run_tool("bench_client.py", *words, "--workers", "1", "--lengths", "64", "512")
     for tokens, requests in ((64, 64), (512, 16)):
         assert f"{tokens} tokens: {requests} requests a round, 16 at once, 2 rounds" in said
-    assert len(re.findall(r"ours / bare by (?:CPU )?time: \d+\.\d\d", said)) == 4
+    for side in ("ours", "ours, 1 workers"):
+        assert len(re.findall(rf"  {side} / bare by (?:CPU )?time: \d+\.\d\d", said)) == 4
     assert re.search(r"slope [+-]\d+\.\d\d MiB/min", run_tool("bench_client.py", *words, "--soak", "3"))
 
 
