@@ -16,6 +16,15 @@ class SamplingError(RuntimeError):
     """A step's batch cannot be made. The message says why and what to do."""
 
 
+def exhausted(groups: int, rounds: int, rates: str) -> SamplingError:
+    """The error when `groups`, all of `rounds` rounds, do not make a batch; `rates`: correctness in words."""
+    return SamplingError(
+        f"all {groups} groups of rollout.max_sample_rounds={rounds} rounds are used up; mean correctness seen (value: "
+        f"groups): {rates}; use prompts of fitting difficulty, a larger rollout.group_size or max_sample_rounds, or "
+        "rollout.dynamic_sampling=mask"
+    )
+
+
 def require_started_version(group: Group) -> None:
     """No token may be older than the weights that the group was started with, whenever it was gone on with.
 

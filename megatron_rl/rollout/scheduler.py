@@ -25,6 +25,7 @@ from megatron_rl.config import Config
 
 from .acceptance import (
     SamplingError,
+    exhausted,
     mask_old_tokens,
     require_published_versions,
     require_rewards,
@@ -172,11 +173,11 @@ class Scheduler:
             self._seen.started += 1
             self._work(group_id, None)
         if self._owed and self._missing and not self._tasks:
-            raise self._exhausted()
+            raise exhausted(self._seen.finished, self._cfg.rollout.max_sample_rounds, self._seen.rates_in_words)
 
     def _work(self, group_id: int, partial: Group | None) -> None:
-        work = self._maker.make(group_id, self.pool.record_index(group_id), partial, self._version)
-        task = asyncio.ensure_future(work)
+        record = self.pool.record_index(group_id)
+        task = asyncio.ensure_future(self._maker.make(group_id, record, partial, self._version))
         self._tasks[task] = group_id
         task.add_done_callback(self._over_with)
 
@@ -374,8 +375,7 @@ class Scheduler:
 
     def counts(self) -> dict[str, int]:
         """Progress of the present step, cheap."""
-        pool, progress = self.pool, self.progress
-        usable = pool.usable_count
+        pool, progress, usable = self.pool, self.progress, self.pool.usable_count
         return {
             "groups_done": min(usable, self.pace.needed),
             "groups_needed": self.pace.needed,
@@ -394,13 +394,6 @@ class Scheduler:
     def _where(self) -> str:
         counts = self.counts()
         return f"step {self.progress.step}: {counts['groups_done']} of {counts['groups_needed']} groups"
-
-    def _exhausted(self) -> SamplingError:
-        return SamplingError(
-            f"all {self._seen.finished} groups of rollout.max_sample_rounds={self._cfg.rollout.max_sample_rounds} "
-            f"rounds are used up; mean correctness seen (value: groups): {self._seen.rates_in_words}; use prompts of "
-            "fitting difficulty, a larger rollout.group_size or max_sample_rounds, or rollout.dynamic_sampling=mask"
-        )
 
     def _fail(self, message: str, error: Exception | None = None) -> None:
         log.error("%s", message, exc_info=error)
