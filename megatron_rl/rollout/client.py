@@ -178,6 +178,8 @@ class EngineClient:
                     break
                 for job, answer in zip(jobs, answers, strict=True):
                     job.take(answer, run.suspended)
+                if not run.suspended and not any(a.tokens.size or a.finish_reason != "abort" for a in answers):
+                    await asyncio.sleep(LOST_PAUSE_S)  # aborted unasked: the engine may be in trouble for a while
                 return [job for job in jobs if not job.sample.finished]
         return []
 

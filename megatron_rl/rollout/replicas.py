@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class Replica:
     heard_at: float = 0.0
     told: int = 0
     """How often something was said of it. What had been asked before does not count any more."""
+    look: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is to be looked at soon."""
 
     @property
     def serving(self) -> bool:
@@ -114,7 +116,6 @@ class Replicas:
         self._replicas = {url: Replica(url, heard_at=clock()) for url in urls}
         self._session, self._expected, self._weights_dir, self._clock = session, expected, weights_dir, clock
         self._changed = asyncio.Event()
-        self._look = asyncio.Event()
 
     # ---- what is told to it
 
@@ -135,6 +136,7 @@ class Replicas:
         held = None if serving is None else {url.rstrip("/") for url in serving}
         for replica in self._replicas.values():
             replica.told += 1
+            replica.look.set()
             if held is None:
                 continue
             if replica.url in held:
@@ -143,7 +145,6 @@ class Replicas:
                 replica.lacks_weights = f"was not updated to weight version {version}"
                 if not replica.unfit:
                     self._take_out(replica, replica.lacks_weights)
-        self._look.set()
 
     def _given_weights(self, replica: Replica, repaired: bool) -> None:
         """One that was repaired may be out for its connection by now; what is unfit must first be seen to be fit."""
@@ -157,7 +158,7 @@ class Replicas:
         if self._replicas[url].serving:  # else the reason is known: later failures follow from it
             self._replicas[url].told += 1
             self._take_out(self._replicas[url], reason)
-            self._look.set()
+            self._replicas[url].look.set()
 
     def heard_of(self, url: str) -> None:
         """It has answered something."""
@@ -189,13 +190,16 @@ class Replicas:
     # ---- the loop
 
     async def run(self) -> None:
-        """Look at all replicas, over and over."""
+        """Look at all replicas, over and over; at each by itself, since one that hangs must not hide the others."""
+        await asyncio.gather(*(self._watch(replica) for replica in self._replicas.values()))
+
+    async def _watch(self, replica: Replica) -> None:
         while True:
-            self._look.clear()
-            await asyncio.gather(*(self._check(replica) for replica in self._replicas.values()))
+            replica.look.clear()
+            await self._check(replica)
             try:
                 async with asyncio.timeout(POLL_S):
-                    await self._look.wait()
+                    await replica.look.wait()
             except TimeoutError:
                 continue
             await asyncio.sleep(POLL_S / 10)  # a burst of failures is looked at once

@@ -245,6 +245,20 @@ def test_a_replica_that_answers_nonsense_is_out_and_the_others_are_watched_on(tm
     assert asyncio.run(run()).startswith("cannot be judged: TypeError(")
 
 
+def test_a_replica_that_hangs_while_it_is_verified_holds_up_no_other():
+    async def run() -> str:
+        hanging, good = FakeEngine(control={"/model_info": (200, {"weight_version": "3"})}), FakeEngine()
+        hanging.held["/model_info"] = asyncio.Event()
+        async with hanging, good, watched(hanging.url, good.url) as replicas:
+            await until(lambda: "/model_info" in hanging.paths() and good.url in replicas.serving)
+            replicas.failed(good.url, "connection reset")
+            await until(lambda: good.url in replicas.serving)
+            hanging.held["/model_info"].set()
+            return replicas.states[hanging.url]
+
+    assert asyncio.run(run()) == "not looked at yet"
+
+
 def test_a_monitor_that_fails_all_the_same_ends_what_depends_on_it():
     control: dict[str, tuple[int, Any]] = {}
 
