@@ -31,7 +31,7 @@ def group_of(versions: list[list[int]], started: int = 0) -> Group:
 
 
 def off_policy(**values: Any) -> RolloutConfig:
-    return RolloutConfig.model_validate({"mode": "async", "max_staleness": 1, **values})
+    return RolloutConfig.model_validate({"partial_rollouts": True, "max_staleness": 1, **values})
 
 
 def test_staleness_counts_published_versions():
