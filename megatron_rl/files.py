@@ -1,13 +1,14 @@
-"""Putting a whole file in place; every room may use it, and it knows none of them. Appending is up to each writer."""
+"""Putting a whole file in place, and locking one; every room may use it. Appending is up to each writer."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 _NO_MORE_BYTES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -55,3 +56,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def try_lock(handle: IO[Any]) -> bool:
+    """Take the file for this process alone until it is closed; False when another process has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -7,7 +7,6 @@ rollouts/  eval/  tensorboard/  checkpoints/  weights/  logs/  endpoints/
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_rl.config.engine import KEY_FILE
-from megatron_rl.files import write_atomic
+from megatron_rl.files import try_lock, write_atomic
 
 
 class RunDirError(RuntimeError):
@@ -129,7 +128,7 @@ class RunDir:
             with self._writable():
                 self.path.mkdir(parents=True, exist_ok=True)
                 handle = open(self._lock_file, "a+")  # noqa: SIM115 - what runs while it is open must not be translated
-            while not _try_lock(handle):
+            while not try_lock(handle):
                 owner = _owner(handle)
                 if not _is_gone(owner) or time.monotonic() > deadline:
                     handle.close()
@@ -174,14 +173,6 @@ def inode(file: Path | int) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def _try_lock(handle: IO[str]) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _owner(handle: IO[str]) -> dict[str, Any] | None:

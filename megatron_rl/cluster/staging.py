@@ -25,6 +25,7 @@ from typing import IO
 
 import psutil
 
+from megatron_rl.files import try_lock
 from megatron_rl.pins import pinned
 
 from .run_dir import RunDir, inode
@@ -121,7 +122,7 @@ class Stage:
             if owner != os.getuid():
                 lock.close()
                 raise StageError(f"{self.folder} belongs to another user: have it removed")
-            if _try_lock(lock):
+            if try_lock(lock):
                 for left in self.folder.iterdir():
                     if left.is_dir():
                         shutil.rmtree(left)
@@ -219,16 +220,8 @@ def _remove_unless_used(folder: Path) -> None:
         if folder.stat().st_uid != os.getuid():
             return
         with open(folder / _LOCK, "a+") as lock:
-            if _try_lock(lock):
+            if try_lock(lock):
                 shutil.rmtree(folder)
-
-
-def _try_lock(handle: IO[str]) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ TAG = "MEGATRON_RL_TASK"
 
 def tagged(prefix: str) -> list[int]:
     """Ids of the living processes on this machine whose tag is `prefix` or lies below it; not this process."""
-    return [pid for pid in _all_pids() if pid != os.getpid() and _lies_below(tag_of(pid), prefix)]
+    return [pid for pid in all_pids() if pid != os.getpid() and _lies_below(tag_of(pid), prefix)]
 
 
 def tag_of(pid: int) -> str | None:
@@ -28,7 +28,7 @@ def tag_of(pid: int) -> str | None:
 def descendants(ancestor: int) -> list[int]:
     """Ids of the living processes that descend from a process."""
     children: dict[int, list[int]] = {}
-    for pid in _all_pids():
+    for pid in all_pids():
         parent = _parent(pid)
         if parent is not None:
             children.setdefault(parent, []).append(pid)
@@ -51,5 +51,6 @@ def _lies_below(tag: str | None, prefix: str) -> bool:
     return tag is not None and (tag == prefix or tag.startswith(f"{prefix}/"))
 
 
-def _all_pids() -> list[int]:
+def all_pids() -> list[int]:
+    """Every process of this machine, or of this container."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from .tags import descendants
+from .tags import all_pids, descendants
 
 ROUNDS, PAUSE_S = 200, 0.05
 
@@ -25,7 +25,7 @@ def kill_tree(pid: int) -> list[int]:
     doomed = {pid, *descendants(pid)}
     sessions = {pid for pid in doomed if _session(pid) == pid}
     for _ in range(ROUNDS):
-        doomed |= {other for other in _all_pids() if _session(other) in sessions}  # they may be forking
+        doomed |= {other for other in all_pids() if _session(other) in sessions}  # they may be forking
         left = [one for one in doomed if _session(one) is not None]
         if not left:
             return []
@@ -43,7 +43,3 @@ def _session(pid: int) -> int | None:
     except OSError:
         return None
     return None if state == "Z" else int(session)
-
-
-def _all_pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

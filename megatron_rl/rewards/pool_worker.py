@@ -51,6 +51,23 @@ class PoolWorker:
         return self._process.pid
 
     @classmethod
+    async def spawn(cls, module: str, extra_env: Mapping[str, str]) -> PoolWorker:
+        """Start a process that runs `module`, see `worker.run`; it has not said anything yet."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=worker_environment(os.environ, extra_env),
+            # A session of its own: Ctrl-C reaches the controller, which then closes its workers in order; and a kill
+            # reaches what the code of a user has started.
+            start_new_session=True,
+        )
+        return cls(process)
+
+    @classmethod
     async def start(
         cls, components: Sequence[tuple[str, Mapping[str, Any]]], extra_env: Mapping[str, str]
     ) -> PoolWorker:
@@ -58,19 +75,7 @@ class PoolWorker:
 
         Raises `RewardError` with the worker's own message when one of them cannot be.
         """
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"{__package__}.worker",
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=worker_environment(os.environ, extra_env),
-            # A session of its own: Ctrl-C reaches the controller, which then closes its workers in order; and a kill
-            # reaches what a verifier has started.
-            start_new_session=True,
-        )
-        worker = cls(process)
+        worker = await cls.spawn(f"{__package__}.worker", extra_env)
         try:
             worker.send({"components": [[name, dict(args)] for name, args in components]})
             answer = await worker.receive(START_TIMEOUT_S)

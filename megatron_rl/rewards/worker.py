@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import BinaryIO
 
 from . import frames
@@ -26,14 +27,19 @@ MEMORY_LIMIT = 4 << 30
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> int:
-    """Serve until the input ends."""
+def run(serve: Callable[[BinaryIO, BinaryIO], int]) -> int:
+    """What every process of a pool does: `serve` frames of its input until that ends. Returns the exit status."""
     die_with_parent(int(sys.argv[1]))
     # Slurm sends it to every process of a step; the pool ends its workers itself, with KILL.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = take_stdout()
     return serve(sys.stdin.buffer, answers)
+
+
+def main() -> int:
+    """Serve until the input ends."""
+    return run(serve)
 
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> int:

@@ -7,28 +7,20 @@ may be killed at any moment, and does not outlive its parent.
 
 from __future__ import annotations
 
-import resource
-import signal
 import sys
 from typing import Any, BinaryIO
 
 from megatron_rl.config import ConfigError
 from megatron_rl.rewards import frames
 from megatron_rl.rewards.evaluate import last_line
-from megatron_rl.rewards.worker import die_with_parent, take_stdout
+from megatron_rl.rewards.worker import run
 
 from .environment import Environment, EnvironmentFailed, load_environment, read_opening, read_step, role_of
 
 
 def main() -> int:
     """Serve until the input ends."""
-    die_with_parent(int(sys.argv[1]))
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # Slurm sends it to every process of a step; the pool ends its workers
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answers = take_stdout()
-    return serve(sys.stdin.buffer, answers)
+    return run(serve)
 
 
 def serve(calls: BinaryIO, answers: BinaryIO) -> int:

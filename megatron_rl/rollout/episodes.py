@@ -14,8 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -24,7 +22,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.data import PromptRecord
 from megatron_rl.rewards import frames
-from megatron_rl.rewards.pool_worker import PoolWorker, WorkerDied, worker_environment
+from megatron_rl.rewards.pool_worker import PoolWorker, WorkerDied
 
 from .environment import DEFAULT_ROLE, EnvironmentFailed, Step
 
@@ -133,17 +131,7 @@ class _Place:
 
     async def start(self) -> None:
         """A new process with the class loaded. Raises ConfigError with its message when that fails."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"{__package__}.environment_worker",
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=worker_environment(os.environ, self._extra_env),
-            start_new_session=True,  # a kill reaches what an environment has started; Ctrl-C does not
-        )
-        worker = PoolWorker(process)
+        worker = await PoolWorker.spawn(f"{__package__}.environment_worker", self._extra_env)
         try:
             worker.send({"environment": self._name, "args": self._args})
             answer = await worker.receive(START_TIMEOUT_S)

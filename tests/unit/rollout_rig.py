@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -60,6 +61,27 @@ def config(run_dir: Path, model: Path, urls: list[str], **sections: dict[str, An
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return validate(values)
+
+
+@contextmanager
+def deterministic_engine(folder: Path, model: Path) -> Iterator[str]:
+    """URL of an embedded engine that serves `model` while the block runs."""
+    endpoint = folder / "engine.json"
+    words = ["--model", str(model), "--endpoint-file", str(endpoint), "--deterministic"]
+    words += ["--max-running-requests", "32", "--context-length", "64"]
+    with open(folder / "log", "wb") as log:
+        argv = [sys.executable, "-m", "megatron_rl.engines.serve", *words]
+        process = subprocess.Popen(argv, env=ENV, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not endpoint.exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline, "the engine did not start"
+            time.sleep(0.05)
+        yield json.loads(endpoint.read_text())["url"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
 
 
 @contextmanager

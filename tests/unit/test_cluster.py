@@ -97,7 +97,7 @@ def test_a_refusal_leaves_no_directory_that_was_not_there(tmp_path: Path) -> Non
 def test_a_lock_whose_file_was_removed_before_it_was_held_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, real, seen = RunDir(tmp_path / "run"), run_dir._try_lock, []
+    run, real, seen = RunDir(tmp_path / "run"), run_dir.try_lock, []
 
     def removed_at_first(handle: IO[str]) -> bool:
         if not seen:
@@ -105,7 +105,7 @@ def test_a_lock_whose_file_was_removed_before_it_was_held_is_made_anew(
         seen.append(handle)
         return real(handle)
 
-    monkeypatch.setattr(run_dir, "_try_lock", removed_at_first)
+    monkeypatch.setattr(run_dir, "try_lock", removed_at_first)
     with run.locked():
         assert (run.path / ".lock").stat().st_size > 0
     assert len(seen) == 2

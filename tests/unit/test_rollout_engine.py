@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +22,8 @@ from megatron_rl.rollout.sample import Sample
 from megatron_rl.rollout.wire import RolloutShard, RolloutTable
 from tests.tiny import tiny_model
 from tests.unit.rollout_rig import (
-    ENV,
     config,
+    deterministic_engine,
     log_probs_of,
     running_controller,
     saved_groups,
@@ -43,23 +40,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a deterministic engine."""
-    folder = tmp_path_factory.mktemp("engine")
-    endpoint = folder / "engine.json"
-    words = ["--model", str(model), "--endpoint-file", str(endpoint), "--deterministic"]
-    words += ["--max-running-requests", "32", "--context-length", "64"]
-    with open(folder / "log", "wb") as log:
-        argv = [sys.executable, "-m", "megatron_rl.engines.serve", *words]
-        process = subprocess.Popen(argv, env=ENV, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 120
-        while not endpoint.exists():
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline, "the engine did not start"
-            time.sleep(0.05)
-        yield json.loads(endpoint.read_text())["url"]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+    with deterministic_engine(tmp_path_factory.mktemp("engine"), model) as url:
+        yield url
 
 
 def publish(engine: str, model: Path, client: ControllerClient, version: int) -> None:

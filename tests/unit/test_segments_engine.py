@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +14,7 @@ from megatron_rl.rollout.connect import connect
 from megatron_rl.rollout.protocol import SamplingSettings
 from megatron_rl.rollout.sample import Group, group_name
 from tests.tiny import tiny_model
+from tests.unit.rollout_rig import deterministic_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=24, stop_token_ids=(5,))
@@ -30,23 +25,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a deterministic engine."""
     folder = tmp_path_factory.mktemp("engine")
     model = tiny_model(folder / "m", vocab_size=64, layers=1, max_position_embeddings=64)
-    endpoint = folder / "engine.json"
-    words = ["--model", str(model), "--endpoint-file", str(endpoint), "--deterministic"]
-    words += ["--max-running-requests", "32", "--context-length", "64"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(folder / "log", "wb") as log:
-        argv = [sys.executable, "-m", "megatron_rl.engines.serve", *words]
-        process = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 120
-        while not endpoint.exists():
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline, "the engine did not start"
-            time.sleep(0.05)
-        yield json.loads(endpoint.read_text())["url"]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+    with deterministic_engine(folder, model) as url:
+        yield url
 
 
 def groups() -> list[Group]:
