@@ -6,11 +6,12 @@ Only reading; what Megatron-Core makes of the facts is in `policy/model.py`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .base import ConfigError
+from .hf_shapes import MlaShape, MoeShape
 
 N = TypeVar("N", int, float)
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
@@ -57,12 +58,20 @@ class HfConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    raw: dict[str, Any] = field(repr=False, compare=False)
+    moe: MoeShape | None = None
+    mla: MlaShape | None = None
+    raw: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
     @property
     def shape(self) -> dict[str, Any]:
         """What decides which weights there are, and of which size: two models that differ here cannot swap weights."""
-        return {name: getattr(self, name) for name in _SHAPE}
+        parts = {name: asdict(part) for name, part in (("moe", self.moe), ("mla", self.mla)) if part is not None}
+        return {name: getattr(self, name) for name in _SHAPE} | json.loads(json.dumps(parts))
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers, from 0, whose MLP is a mixture of experts."""
+        return () if self.moe is None else tuple(i for i in range(self.num_layers) if i not in self.moe.dense_layers)
 
     @property
     def qkv_rows(self) -> int:

@@ -18,10 +18,21 @@ class ParallelConfig(Section):
     """Stages, each holding some of the layers."""
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
     """Model chunks per stage (interleaved schedule); null = one."""
+    num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
+    """Layers of the first stage, where they are not dealt evenly; null = as many as of the others."""
+    num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
+    """Layers of the last stage, likewise."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that share one sequence's tokens."""
+    context_parallel_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How these ranks attend to each other's tokens on GPUs: keys and values around a ring, all of them gathered, or
+    heads exchanged for tokens. On CPU they are gathered."""
     data_parallel_size: int = Field(1, ge=1)
-    """Copies of the model, each working on its own samples."""
+    """Copies of the model (of what is not an expert), each working on its own samples."""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share a layer's experts; they are taken from the tensor, context and data parallel ranks."""
+    expert_tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks that share every expert's matrices."""
     world_size: int | None = Field(None, ge=1)
     """Trainer ranks; null = the product of the sizes above. A given value must equal that product."""
     sequence_parallel: bool = False
@@ -52,10 +63,21 @@ class ParallelConfig(Section):
                 f"{self.pipeline_model_parallel_size} x context {self.context_parallel_size} x data "
                 f"{self.data_parallel_size} = {product}; change one of the sizes, or leave world_size out"
             )
+        experts = self.expert_model_parallel_size * self.expert_tensor_parallel_size
+        stage = product // self.pipeline_model_parallel_size
+        if stage % experts:
+            raise ValueError(
+                f"expert_model_parallel_size={self.expert_model_parallel_size} x expert_tensor_parallel_size="
+                f"{self.expert_tensor_parallel_size} does not divide the {stage} ranks of a "
+                "pipeline stage (tensor x context x data); change one of the sizes"
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError("sequence_parallel=true needs tensor_model_parallel_size > 1; set sequence_parallel=false")
         if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1; set it to null"
             )
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if getattr(self, key) is not None and self.pipeline_model_parallel_size == 1:
+                raise ValueError(f"{key} needs pipeline_model_parallel_size > 1; set it to null")
         return self

@@ -16,6 +16,7 @@ from .evaluation import EvalConfig
 from .logs import LoggingConfig
 from .loss import LossConfig
 from .model import ModelConfig
+from .moe import MoeConfig
 from .optimizer import OptimizerConfig
 from .parallel import ParallelConfig
 from .reward import RewardConfig
@@ -40,6 +41,7 @@ class Config(Section):
     """Free names, to be used in other values as ${vars.NAME}."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    moe: MoeConfig = MoeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     loss: LossConfig = LossConfig()
