@@ -34,6 +34,7 @@ from megatron_rl.rollout.protocol import (
 from megatron_rl.rollout.sample import Group, Span, group_name
 from megatron_rl.rollout.wire import decode
 from megatron_rl.rollout.workers import frames
+from megatron_rl.rollout.workers import pool as pool_module
 from megatron_rl.rollout.workers.pool import Worker, WorkerExchange
 from tests.unit.coded_engine import PROMPT, SETTINGS, VOCABULARY, CodedServer, require_exact, start
 
@@ -93,6 +94,30 @@ def test_groups_that_are_generated_through_two_workers_survive_the_loss_of_each_
                 assert client.transport_errors == 0, "a replica was blamed for the death of a worker"
                 pids = pool.pids
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a worker outlived the client"
+        return groups
+
+    require_whole(asyncio.run(run()))
+
+
+def test_a_stopped_worker_is_ended_and_replaced_and_no_engine_is_blamed(monkeypatch, caplog):
+    monkeypatch.setattr(pool_module, "SILENT_S", 0.5)
+
+    async def run() -> list[Group]:
+        server = CodedServer(pace=lambda: asyncio.sleep(0.001))
+        groups = [start(i, 4) for i in range(8)]
+        async with served(server) as url:
+            async with connect([url], vocab_size=VOCABULARY, limits=LIMITS, workers=2) as client:
+                pool = client._exchange
+                assert isinstance(pool, WorkerExchange)
+                task = asyncio.create_task(generate_all(client, groups))
+                await until(lambda: server.requests > 2)
+                stopped = pool.pids[0]
+                os.kill(stopped, signal.SIGSTOP)
+                await task
+                await until(lambda: stopped not in pool.pids and len(pool.pids) == 2)
+                assert client.transport_errors == 0, "a replica was blamed for a stopped worker"
+                assert f"client worker 0 (pid {stopped}) was silent for 0.5 s" in caplog.text
+                assert not Path(f"/proc/{stopped}").exists()
         return groups
 
     require_whole(asyncio.run(run()))
@@ -196,7 +221,7 @@ def test_a_worker_whose_words_cannot_be_read_is_lost_with_its_requests_and_repla
                 request = asyncio.create_task(pool.generate(url, [first]))
                 await until(lambda: bool(worker._answers))
                 worker._reader.feed_data(frames.LENGTH.pack(3) + b"???")
-                with pytest.raises(RequestLost, match="a client worker ended"):
+                with pytest.raises(RequestLost, match=r"client worker 0 \(pid \d+\) ended"):
                     await request
                 held.set()
                 await until(lambda: bool(pool.pids))

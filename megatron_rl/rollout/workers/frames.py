@@ -65,6 +65,10 @@ def from_request(arrays: Arrays, values: Values) -> tuple[str, list[Prompt]]:
     return values["url"], prompts
 
 
+PING = frame({}, {"ping": True})
+"""Asks whether the other end still reads; what it answers is the same."""
+
+
 def cancel(number: int) -> bytes:
     """Takes a request back."""
     return frame({}, {"number": number, "cancel": True})

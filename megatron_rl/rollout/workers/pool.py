@@ -2,6 +2,7 @@
 
     generate -> frame to a worker -> its answer, matched by number
                    |  the process ended: RequestLost for all that it had, and a new process
+                   |  it answers no ping: it is ended, and then the same
 
 What a lost worker was asked for is asked for again by the client, from the last whole segment of each sample.
 """
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 2.0
 RESTART_PAUSE_S = 0.1
+SILENT_S = 30.0
+"""A worker that says nothing for so long after a ping is stopped or hangs, and is ended. Else it takes moments."""
+SILENT_ROUNDS = 10
+"""Parts in which that is waited for: a pause of this process counts as one, and what came meanwhile is read first."""
 MAX_STARTS = 5
 """Starts in a row that may fail before requests do."""
 
@@ -39,7 +44,7 @@ class WorkerExchange:
     """
 
     def __init__(self, count: int, vocab_size: int, api_key: str | None = None) -> None:
-        self._workers = [Worker({"vocab_size": vocab_size, "api_key": api_key}) for _ in range(count)]
+        self._workers = [Worker(i, {"vocab_size": vocab_size, "api_key": api_key}) for i in range(count)]
         self._aborts = HttpExchange(vocab_size, api_key)
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -90,8 +95,9 @@ class WorkerExchange:
 class Worker:
     """One process at a time, and the requests that it has."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
+    def __init__(self, index: int, settings: dict[str, Any]) -> None:
+        self._index, self._settings = index, settings
+        self._heard = asyncio.Event()
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[list[Generation]]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -131,15 +137,17 @@ class Worker:
         while True:
             if self.pid:
                 failures = 0
+                name = f"client worker {self._index} (pid {self.pid})"
+                silent = False
                 try:
-                    await self._listen()
+                    silent = await self._listen_or_silence()
                 except Exception:
-                    log.exception("a client worker sent what cannot be read")
-                how = await self._end()
-                log.warning(
-                    "a client worker ended (%s) with %d requests; another one is started", how, len(self._answers)
-                )
-                self._lose(f"a client worker ended ({how})")
+                    log.exception("%s sent what cannot be read", name)
+                how = f"{name} ended ({await self._end(at_once=silent)})"
+                if silent:
+                    how = f"{name} was silent for {SILENT_S:g} s, stopped or hanging, and was ended"
+                log.warning("%s with %d requests; another one is started", how, len(self._answers))
+                self._lose(how)
             try:
                 await self.start()
             except (EngineError, OSError) as error:
@@ -173,11 +181,38 @@ class Worker:
             await self._end()
         self._lose("the client workers are being closed")
 
+    async def _listen_or_silence(self) -> bool:
+        """Hand out its answers until it has ended; True when it has not, but says nothing any more."""
+        listening, silence = asyncio.create_task(self._listen()), asyncio.create_task(self._until_silent())
+        try:
+            await asyncio.wait({listening, silence}, return_when=asyncio.FIRST_COMPLETED)
+            if listening.done():
+                listening.result()
+            return not listening.done()
+        finally:
+            listening.cancel()
+            silence.cancel()
+            await asyncio.gather(listening, silence, return_exceptions=True)
+
+    async def _until_silent(self) -> None:
+        while True:
+            self._heard.clear()
+            self._writer.write(frames.PING)
+            for _ in range(SILENT_ROUNDS):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SILENT_S / SILENT_ROUNDS):
+                        await self._heard.wait()
+                        break
+            else:
+                return
+            await asyncio.sleep(SILENT_S / SILENT_ROUNDS)
+
     async def _listen(self) -> None:
         while (received := await frames.read(self._reader)) is not None:
-            answer = self._answers.get(received[1]["number"])
+            self._heard.set()
+            answer = self._answers.get(received[1].get("number", -1))
             if answer is None or answer.done():
-                continue  # taken back meanwhile
+                continue  # taken back meanwhile, or the answer to a ping
             try:
                 answer.set_result(frames.from_answer(*received))
             except EngineError as error:
@@ -188,13 +223,13 @@ class Worker:
             if not answer.done():
                 answer.set_exception(RequestLost(reason))
 
-    async def _end(self) -> str:
-        """Close the socket, which ends the process; killed if it stays. Says how it ended."""
+    async def _end(self, at_once: bool = False) -> str:
+        """Close the socket, which ends the process; killed if it stays, or `at_once`. Says how it ended."""
         assert self._process is not None
         self.pid = 0
         self._writer.close()
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(0.0 if at_once else CLOSE_TIMEOUT_S):
                 code = await self._process.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):

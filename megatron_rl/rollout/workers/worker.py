@@ -42,6 +42,9 @@ async def serve(parent: socket.socket) -> None:
         writer.write(frames.frame({}, {"ready": True}))
         tasks: dict[int, asyncio.Task[None]] = {}
         while (received := await frames.read(reader)) is not None:
+            if "ping" in received[1]:
+                writer.write(frames.PING)
+                continue
             number = received[1]["number"]
             if "cancel" in received[1]:
                 if number in tasks:
