@@ -9,11 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 TOKEN_FIELDS = ("advantages", "weights", "behaviour_log_probs", "old_log_probs", "reference_log_probs")
 """The optional per-token float32 arrays of a `SequenceBatch`."""
+ROUTE_FIELDS = ("routes", "old_routes")
+"""The optional choices of experts of a `SequenceBatch`."""
+
+
+class Routes(Protocol):
+    """Which experts each token of a batch was given to, wherever that is kept; read only for what a rank computes.
+
+    A layer is the index of a MoE layer among the model's MoE layers, from 0. A row is the position of the token that
+    was READ: the last token of a sequence was not, and has none.
+    """
+
+    def rows(self, sequence: int, layers: Sequence[int], begin: int, end: int) -> np.ndarray:
+        """int16 [layers, end - begin, top_k], rows `begin` to `end` of a sequence; all -1 where not known."""
+        ...
+
+    def select(self, indices: Iterable[int]) -> Routes:
+        """Those of the sequences at `indices`, in that order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,10 @@ class SequenceBatch:
         behaviour_log_probs: float32 [T] or None, of the engine that sampled the token.
         old_log_probs: float32 [T] or None, of this policy before the first update on this batch.
         reference_log_probs: float32 [T] or None, of the frozen reference policy.
+        routes: which experts the engine that sampled used, or None.
+        old_routes: which experts this policy chose before the first update on this batch, or None.
+        routing_mismatch: float32 [S] or None, share of (token, layer) of each sequence with other experts in the
+            engine than this policy would have chosen then; NaN where nothing was to be compared.
 
     Whatever stands at a masked position of the optional arrays (NaN included) is never read.
 
@@ -55,6 +78,9 @@ class SequenceBatch:
     behaviour_log_probs: np.ndarray | None = None
     old_log_probs: np.ndarray | None = None
     reference_log_probs: np.ndarray | None = None
+    routes: Routes | None = None
+    old_routes: Routes | None = None
+    routing_mismatch: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sample_ids", tuple(self.sample_ids))
@@ -101,29 +127,37 @@ class SequenceBatch:
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(self.mask.astype(np.int64), self.offsets[:-1])
 
-    def with_arrays(self, **token_arrays: np.ndarray | None) -> SequenceBatch:
-        """A copy with some of the optional per-token arrays replaced, e.g. `old_log_probs`."""
-        return replace(self, **token_arrays)  # type: ignore[arg-type]
+    def with_arrays(self, **arrays: np.ndarray | Routes | None) -> SequenceBatch:
+        """A copy with some of the optional fields replaced, e.g. `old_log_probs`."""
+        return replace(self, **arrays)  # type: ignore[arg-type]
 
     def select(self, indices: Iterable[int]) -> SequenceBatch:
         """The sequences at `indices`, in that order; all per-token arrays move with them."""
         chosen = np.asarray(list(indices), dtype=np.int64)
         rows = ragged_rows(self.offsets[chosen], self.lengths[chosen])
+        present = {name: value for name in TOKEN_FIELDS + ROUTE_FIELDS if (value := getattr(self, name)) is not None}
+        moved: dict[str, Any] = {
+            name: value.select(chosen) if name in ROUTE_FIELDS else value[rows] for name, value in present.items()
+        }
         return SequenceBatch(
             tokens=self.tokens[rows],
             offsets=np.concatenate([[0], np.cumsum(self.lengths[chosen])]).astype(np.int64),
             mask=self.mask[rows],
             temperature=self.temperature[chosen],
             sample_ids=tuple(self.sample_ids[i] for i in chosen),
-            **{name: None if (array := getattr(self, name)) is None else array[rows] for name in TOKEN_FIELDS},
+            routing_mismatch=None if self.routing_mismatch is None else self.routing_mismatch[chosen],
+            **moved,
         )
 
     @staticmethod
     def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
-        """All sequences of `batches`, in order. An optional array must be present in all of them or in none."""
+        """All sequences of `batches`, in order. An optional array must be present in all of them or in none.
+
+        Routes stay behind: they are known for one batch at a time.
+        """
         if not batches:
             raise ValueError("SequenceBatch.concat needs at least one batch")
-        arrays: dict[str, np.ndarray | None] = {}
+        arrays: dict[str, Any] = {}
         for name in TOKEN_FIELDS:
             parts = [getattr(batch, name) for batch in batches]
             missing = sum(part is None for part in parts)
@@ -162,7 +196,9 @@ def _check(batch: SequenceBatch) -> None:
     expected = {"tokens": np.int64, "offsets": np.int64, "mask": np.bool_, "temperature": np.float32}
     expected |= {name: np.float32 for name in TOKEN_FIELDS if getattr(batch, name) is not None}
     num_tokens, num_sequences = np.size(batch.tokens), len(batch.sample_ids)
-    sizes = {"offsets": num_sequences + 1, "temperature": num_sequences}
+    if batch.routing_mismatch is not None:
+        expected["routing_mismatch"] = np.float32
+    sizes = {"offsets": num_sequences + 1, "temperature": num_sequences, "routing_mismatch": num_sequences}
     for name, dtype in expected.items():
         array, size = getattr(batch, name), sizes.get(name, num_tokens)
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (size,):
