@@ -79,6 +79,24 @@ def test_prefill_and_steps_equal_the_full_forward(tmp_path: Path, family: dict[s
         sequences = [np.append(s, token) for s, token in zip(sequences, new, strict=True)]
 
 
+def test_few_long_sequences_among_short_ones_attend_by_themselves_and_to_everything(
+    qwen3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.engines.embedded.decoder.SPLIT_COST", 0)
+    decoder = Decoder(ForwardPass(qwen3), 16, 96, PLENTY)
+    sequences = [prompt(n, n) for n in (5, 80, 7, 6, 33, 9, 70, 3, 4, 8, 2, 11, 12)]
+    decoder.prefill(sequences, [[i] for i in range(len(sequences))], 0)
+    reach = decoder._reach(np.array([len(s) for s in sequences]), 81)
+    assert reach.far is not None
+    assert (reach.near, reach.far.tolist()) == (16, [1, 4, 6])
+    for step in range(3):
+        new = prompt(len(sequences), 200 + step)
+        logits = decoder.decode(new, np.array([len(s) for s in sequences]))
+        sequences = [np.append(s, token) for s, token in zip(sequences, new, strict=True)]
+        for sequence, row in zip(sequences, logits, strict=True):
+            torch.testing.assert_close(row, full_logits(qwen3, sequence)[-1], rtol=0, atol=2e-5)
+
+
 def test_bfloat16_stays_near_the_full_forward_in_bfloat16(tmp_path: Path) -> None:
     model = load(tiny_model(tmp_path, vocab_size=VOCAB), torch.bfloat16)
     decoder = Decoder(ForwardPass(model), 4, 64, PLENTY)

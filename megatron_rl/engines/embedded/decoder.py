@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ PREFILL_TOKENS = 8192
 """Most tokens, padding included, of one prefill pass: bounds its activations."""
 KV_STEP = 16
 """The attended length is rounded up to this: fewer distinct shapes, no measurable waste."""
+SPLIT_COST = 2**16
+"""Numbers of the cache that must not be read for nothing, to make up for a second call of attention."""
+GATHER_COST = 3
+"""Reading a slot's entries from a copy, in terms of reading them in place."""
+
+
+class Reach(NamedTuple):
+    """How many cache entries a decoding step attends to: the first `near`, but rows `far` (int64) the first `length`."""
+
+    near: int
+    length: int
+    far: torch.Tensor | None = None
 
 
 class Decoder:
@@ -80,18 +93,36 @@ class Decoder:
         """One step: append tokens int64 [live] at positions [live] of slots 0 .. live - 1; logits [live, V]."""
         longest = int(positions.max()) + 1
         self.cache.reserve(len(tokens), longest, len(tokens))
-        return self._step(tokens, positions, min(-(-longest // KV_STEP) * KV_STEP, self.cache.length))
+        return self._step(tokens, positions, self._reach(positions, longest))
 
-    def _step(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], length: int) -> torch.Tensor:
-        rows, where = len(tokens), torch.from_numpy(positions)
-        mask = visible_up_to(where[:, None], length, self.forward.dtype)
+    def _reach(self, positions: NDArray[np.int64], longest: int) -> Reach:
+        """Let few long rows attend by themselves where that pays: the others would cost as much as they do."""
+        length = min(-(-longest // KV_STEP) * KV_STEP, self.cache.length)
+        ends = np.minimum(-(-(np.sort(positions) + 1) // KV_STEP) * KV_STEP, length)
+        beyond = np.arange(len(ends) - 1, -1, -1)  # rows behind each one, in the order of their lengths
+        read = len(ends) * ends + GATHER_COST * length * beyond
+        near = int(ends[read.argmin()])
+        saved = (len(ends) * length - int(read.min())) * self.forward.num_kv_heads * self.forward.head_dim
+        if saved <= SPLIT_COST:
+            return Reach(length, length)
+        return Reach(near, length, torch.from_numpy(np.flatnonzero(positions >= near)))
+
+    def _step(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], reach: Reach) -> torch.Tensor:
+        rows, where, far = len(tokens), torch.from_numpy(positions), reach.far
+        mask = visible_up_to(where[:, None], reach.near, self.forward.dtype)
+        far_mask = None if far is None else visible_up_to(where[far, None], reach.length, self.forward.dtype)
         entries = self.cache.entries(where)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             cached_keys, cached_values = self.cache.keys[layer], self.cache.values[layer]
             cached_keys.view(-1, self.forward.head_dim).index_copy_(0, entries, keys.flatten(0, 2))
             cached_values.view(-1, self.forward.head_dim).index_copy_(0, entries, values.flatten(0, 2))
-            return masked_attention(queries, cached_keys[:rows, :, :length], cached_values[:rows, :, :length], mask)
+            near = cached_keys[:rows, :, : reach.near], cached_values[:rows, :, : reach.near]
+            attended = masked_attention(queries, *near, mask)
+            if far is not None and far_mask is not None:
+                whole = cached_keys[far, :, : reach.length], cached_values[far, :, : reach.length]
+                attended[far] = masked_attention(queries[far], *whole, far_mask)
+            return attended
 
         hidden = self.forward.hidden_states(torch.from_numpy(tokens)[:, None], where[:, None], attend)
         return self.forward.logits(hidden[:, 0])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .decoder import Decoder
+from .decoder import Decoder, Reach
 from .forward import ForwardPass, masked_attention, visible_up_to
 from .kv_cache import KVCache, KVShape
 from .request import Tokens
@@ -114,7 +114,8 @@ class FixedShapeDecoder(Decoder):
         live, slots = len(tokens), self.cache.slots
         all_tokens, all_positions = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         all_tokens[:live], all_positions[:live] = tokens, positions
-        return self._step(all_tokens, all_positions, self.cache.length)[:live]
+        whole = Reach(self.cache.length, self.cache.length)
+        return self._step(all_tokens, all_positions, whole)[:live]
 
 
 def _round_up(number: int, step: int) -> int:
