@@ -93,9 +93,9 @@ class SequenceBatch:
         masks: Sequence[Sequence[int] | np.ndarray],
         sample_ids: Sequence[str],
         temperature: float | Sequence[float] | np.ndarray = 1.0,
-        **token_arrays: np.ndarray | None,
+        **arrays: Any,
     ) -> SequenceBatch:
-        """Build from one list of token ids and one 0/1 mask per sequence; `token_arrays` are ragged [T] already."""
+        """Build from one list of token ids and one 0/1 mask per sequence; `arrays` are the optional fields as such."""
         lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         return cls(
             tokens=_concatenate(sequences, np.int64),
@@ -103,7 +103,7 @@ class SequenceBatch:
             mask=_concatenate(masks, np.bool_),
             temperature=np.broadcast_to(np.asarray(temperature, dtype=np.float32), lengths.shape).copy(),
             sample_ids=tuple(sample_ids),
-            **token_arrays,
+            **arrays,
         )
 
     def __len__(self) -> int:
