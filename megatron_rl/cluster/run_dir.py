@@ -1,7 +1,7 @@
 """The run directory: where each thing of a run lies, and the lock that keeps two runs apart. No format is known here.
 
 config.yaml  metrics.jsonl  ledger.jsonl  result.json  report.html
-rollouts/  eval/  tensorboard/  checkpoints/  weights/  logs/  endpoints/
+rollouts/  eval/  tensorboard/  checkpoints/  weights/  routes/  logs/  endpoints/
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class RunDir:
     def staged(self) -> Path:
         """What trainer and engine nodes tell each other about copies of weights in memory."""
         return self.weights / "staged"
+
+    @property
+    def routes(self) -> Path:
+        """Routes of experts, of the samples that are alive; see `megatron_rl.routes`."""
+        return self.path / "routes"
 
     @property
     def checkpoints(self) -> Path:

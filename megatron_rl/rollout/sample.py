@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rl.algorithms.dynamic import is_informative
+from megatron_rl.routes import RoutePart
 
 Tokens = NDArray[np.int64]
 LogProbs = NDArray[np.float32]
@@ -82,7 +83,8 @@ class Sample:
     prompt_tokens int64 [P]; response_tokens int64 [R]; log_probs float32 [R], of the engine at `temperature`; loss_mask
     bool [R]; spans cover [0, R) without gaps. Rewards are NaN until `score`. `attempts`: requests sent for it so far.
     Tokens of an environment between two turns belong to the response: loss_mask False and log_probs 0 there, and
-    [start, end) of them in `observations`. environment_reward is None until a conversation with one is over.
+    [start, end) of them in `observations`. environment_reward is None until a conversation with one is over. `routes`:
+    where the routes of the tokens [0, routed) of prompt and response lie, in order and without gaps.
     """
 
     id: str
@@ -102,17 +104,26 @@ class Sample:
     components: dict[str, float] = field(default_factory=dict)
     reward: float = float("nan")
     attempts: int = 0
+    routes: list[RoutePart] = field(default_factory=list)
 
     def next_request(self) -> str:
         """A name for a request that no other request for this sample has had."""
         self.attempts += 1
         return request_name(self.id, self.attempts - 1)
 
-    def append(self, tokens: Sequence[int] | Tokens, log_probs: Sequence[float] | LogProbs, spans: list[Span]) -> None:
+    def append(
+        self,
+        tokens: Sequence[int] | Tokens,
+        log_probs: Sequence[float] | LogProbs,
+        spans: list[Span],
+        routes: RoutePart | None = None,
+    ) -> None:
         """Add generated tokens. `spans` count from the first ADDED token and must cover all of them in order.
 
+        `routes` are of the tokens from `routed` to the last but one, whose successor is the last token added.
+
         Raises:
-            ValueError: the sample is finished, lengths differ, spans leave a gap, or a log-prob is not finite.
+            ValueError: it is finished, lengths differ, spans or routes leave a gap, or a log-prob is not finite.
         """
         new = np.asarray(tokens, np.int64)
         new_log_probs = np.asarray(log_probs, np.float32)
@@ -125,6 +136,8 @@ class Sample:
         bounds = [0, *(s.end for s in spans)]
         if [s.start for s in spans] != bounds[:-1] or bounds[-1] != len(new) or any(s.start >= s.end for s in spans):
             raise ValueError(f"sample {self.id}: version spans {spans} do not cover {len(new)} tokens in order")
+        if routes is not None:
+            self._add_routes(routes, self.prompt_length + self.response_length + len(new) - 1)
         offset = self.response_length
         self.response_tokens = _joined(self.response_tokens, new)
         self.log_probs = _joined(self.log_probs, new_log_probs)
@@ -144,6 +157,14 @@ class Sample:
         self.append(tokens, np.zeros(count, np.float32), [Span(self.version_last, 0, count)])
         self.loss_mask[-count:] = False
         self.observations.append((self.response_length - count, self.response_length))
+
+    def _add_routes(self, part: RoutePart, end: int) -> None:
+        if (part.first, part.end) != (self.routed, end):
+            raise ValueError(
+                f"sample {self.id}: routes of the tokens [{part.first}, {part.end}) where those of [{self.routed}, "
+                f"{end}) are missing"
+            )
+        self.routes.append(part)
 
     def _extend_spans(self, span: Span) -> None:
         if self.spans and self.spans[-1].version == span.version:
@@ -206,6 +227,11 @@ class Sample:
     def trainable_tokens(self) -> int:
         """Response tokens in the loss."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def routed(self) -> int:
+        """Tokens of prompt and response, counted together, whose routes are known; the last token never has one."""
+        return self.routes[-1].end if self.routes else 0
 
     @property
     def turns(self) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ groups         whole finished groups, for checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
+
+from megatron_rl.routes import RoutePart
 
 from .sample import Group, Sample, Span
 
@@ -119,7 +121,8 @@ class RolloutShard:
     """Ragged sequences, prompt and response together, in the order asked for.
 
     tokens int64 [T]; offsets int64 [S+1]; mask bool [T], True on trainable response tokens; behaviour_log_probs float32
-    [T], aligned with the token they belong to, 0 on the prompt; temperature float32 [S]; sample_ids, S names.
+    [T], aligned with the token they belong to, 0 on the prompt; temperature float32 [S]; sample_ids, S names; routes:
+    for each sequence where its routes of experts lie, no more.
     """
 
     tokens: NDArray[np.int64]
@@ -128,6 +131,7 @@ class RolloutShard:
     behaviour_log_probs: NDArray[np.float32]
     temperature: NDArray[np.float32]
     sample_ids: list[str]
+    routes: list[list[RoutePart]]
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> RolloutShard:
@@ -142,18 +146,21 @@ class RolloutShard:
             ),
             temperature=np.array([s.temperature for s in samples], np.float32),
             sample_ids=[s.id for s in samples],
+            routes=[s.routes for s in samples],
         )
 
     def to_bytes(self) -> bytes:
         """Typed binary form."""
-        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sample_ids"}
-        return encode(arrays, {"sample_ids": self.sample_ids})
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sample_ids", "routes")}
+        routes = [[list(part) for part in parts] for parts in self.routes]
+        return encode(arrays, {"sample_ids": self.sample_ids, "routes": routes})
 
     @classmethod
     def from_bytes(cls, blob: bytes) -> RolloutShard:
         """Inverse of `to_bytes`."""
         arrays, metadata = decode(blob)
-        return cls(**arrays, **metadata)
+        routes = [_parts(parts) for parts in metadata.pop("routes")]
+        return cls(**arrays, **metadata, routes=routes)
 
 
 def require_gaps(gaps: Gaps | None, samples: int) -> None:
@@ -207,7 +214,12 @@ def _unpack_sample(entry: dict[str, Any], group_id: int, prompt: NDArray[np.int6
         components={name: _number(value) for name, value in entry["components"].items()},
         reward=_number(entry["reward"]),
         attempts=entry["attempts"],
+        routes=_parts(entry.get("routes", ())),
     )
+
+
+def _parts(values: Iterable[Iterable[Any]]) -> list[RoutePart]:
+    return [RoutePart(*value) for value in values]
 
 
 def _number(value: float | None) -> float:
@@ -240,7 +252,8 @@ def _sample_values(sample: Sample) -> dict[str, Any]:
         "response_length",
         "attempts",
     )
-    return {name: getattr(sample, name) for name in names} | {"spans": [list(span) for span in sample.spans]}
+    tuples = {"spans": [list(span) for span in sample.spans], "routes": [list(part) for part in sample.routes]}
+    return {name: getattr(sample, name) for name in names} | tuples
 
 
 class _Taker:

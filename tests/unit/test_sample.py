@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.rollout.sample import Group, Sample, Span, group_name, group_of, sample_name, sampling_seed
 from megatron_rl.rollout.wire import RolloutShard, RolloutTable, decode, encode, pack_groups, unpack_groups
+from megatron_rl.routes import RoutePart
 
 group_ids = st.integers(0, 10**9 - 1)
 positions = st.integers(0, 999)
@@ -54,6 +55,22 @@ def test_what_would_break_an_invariant_is_refused_and_changes_nothing(tokens, lo
     with pytest.raises(ValueError, match=complaint):
         sample.append(tokens, log_probs, spans)
     assert sample.response_length == len(sample.log_probs) == 2
+
+
+def test_routes_go_on_where_the_last_ended_and_reach_the_token_before_the_last():
+    sample = grown([])
+    sample.append([1, 2], [-1.0, -1.0], [Span(0, 0, 2)], RoutePart("f", 0, 0, 4))
+    assert (sample.routed, sample.prompt_length) == (4, 3)
+    sample.append_observation([8, 9])
+    for part in (RoutePart("f", 9, 3, 4), RoutePart("f", 9, 4, 2), RoutePart("f", 9, 5, 2)):
+        with pytest.raises(ValueError, match=r"where those of \[4, 7\) are missing"):
+            sample.append([1], [-1.0], [Span(0, 0, 1)], part)
+    assert sample.response_length == 4
+    sample.append([1], [-1.0], [Span(0, 0, 1)])  # an answer without routes leaves them to the next
+    sample.append([1], [-1.0], [Span(0, 0, 1)], RoutePart("f", 9, 4, 4))
+    assert (sample.routed, len(sample.routes)) == (8, 2)
+    sample.discard()
+    assert (sample.routed, sample.routes) == (0, [])
 
 
 def test_nothing_can_be_appended_to_a_finished_sample():
@@ -137,6 +154,7 @@ def make_groups() -> list[Group]:
             sample.score(float(k), float("nan") if group_id == 5 else float(k), {"format": 0.5, "math": float("nan")})
         groups.append(group)
     groups[0].samples[1].exclude()
+    groups[0].samples[1].routes = [RoutePart("a.u1", 70, 0, 3), RoutePart("b.u1", 0, 3, 3)]
     groups[0].samples[0].observations, groups[0].samples[0].environment_reward = [(1, 2)], 0.5
     groups[1].samples[0].reward = float("nan")
     return groups
@@ -194,6 +212,7 @@ def test_a_shard_aligns_masks_and_log_probs_with_prompt_and_response_tokens():
     assert shard.behaviour_log_probs[5:10].tolist() == [0, -1, -2, -3, -4]
     assert not shard.behaviour_log_probs[:5].any()
     assert shard.temperature.tolist() == [0.5, 0.5]
+    assert shard.routes == [[], [RoutePart("a.u1", 70, 0, 3), RoutePart("b.u1", 0, 3, 3)]]
     assert (shard.tokens.dtype, shard.behaviour_log_probs.dtype, shard.mask.dtype) == (np.int64, np.float32, np.bool_)
 
 

@@ -1,0 +1,163 @@
+"""Rows of routes in files: appended answer by answer, read by layer and token. Whose rows they are is not known here.
+
+    RUN/routes/PACK.WRITER.94x8x128.u1     one answer after the other, each [layers, rows, top_k] without a header
+
+Layers lie outermost, so that what a pipeline stage needs of an answer is one piece. A file has one writer for ever: its
+name holds the writer's own random word. A reference exists only when its bytes are in the file and the file was closed,
+so a writer that is killed leaves at most bytes that nothing refers to, at the end of a file that nobody goes on with.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rl.files import sync
+
+Rows = NDArray[Any]
+"""Expert ids [rows, layers, top_k] or [layers, rows, top_k], of any integer type."""
+NO_ROUTE = -1
+"""Stands where nobody knows which experts a token was routed to."""
+MOST_SMALL = 256
+"""Experts of a layer that fit one byte."""
+
+
+class RoutesError(RuntimeError):
+    """Rows cannot be read back. The message names the file, and what to do."""
+
+
+class RoutePart(NamedTuple):
+    """Rows of one answer: of the tokens [first, first + rows) of a sequence, prompt and response counted together.
+
+    Row i is the routing while token i was read, so that the last token of a sequence has none. `file` is a name in the
+    store's folder, `offset` the byte there at which the answer begins.
+    """
+
+    file: str
+    offset: int
+    first: int
+    rows: int
+
+    @property
+    def end(self) -> int:
+        """The first token after it."""
+        return self.first + self.rows
+
+
+class RouteStore:
+    """One folder of routes of one model.
+
+    Args:
+        folder: shared by whoever writes and reads; made by the first to write.
+        num_layers: MoE layers, in order; layers with an ordinary MLP do not count.
+        top_k: experts of a token.
+        num_experts: of a layer; up to 256 a row takes one byte per expert, else two.
+    """
+
+    def __init__(self, folder: str | Path, num_layers: int, top_k: int, num_experts: int) -> None:
+        self.folder = Path(folder)
+        self.num_layers, self.top_k, self.num_experts = num_layers, top_k, num_experts
+        self.dtype = np.dtype(np.uint8 if num_experts <= MOST_SMALL else np.int16)
+        self._writer = secrets.token_hex(4)
+        self._suffix = f".{num_layers}x{top_k}x{num_experts}.{self.dtype.kind}{self.dtype.itemsize}"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one row over all layers."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+    def append(self, routes: Rows, first: int, pack: str = "pack") -> RoutePart:
+        """Write routes [rows, layers, top_k] of the tokens from `first` on into this writer's file of `pack`.
+
+        What belongs to one pack is removed together. One call at a time.
+
+        Raises:
+            ValueError: the shape is not this store's, or an id is no expert's.
+            OSError: of the file system.
+        """
+        self._require(routes)
+        name = f"{pack}.{self._writer}{self._suffix}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / name, "ab", buffering=0) as file:
+            offset = file.seek(0, os.SEEK_END)
+            rest = np.ascontiguousarray(routes.swapaxes(0, 1), self.dtype).ravel().view(np.uint8).data
+            while rest:
+                rest = rest[file.write(rest) :]
+        return RoutePart(name, offset, first, len(routes))
+
+    def _require(self, routes: Rows) -> None:
+        if routes.ndim != 3 or routes.shape[1:] != (self.num_layers, self.top_k):
+            raise ValueError(f"routes have shape {routes.shape}; [rows, {self.num_layers}, {self.top_k}] is wanted")
+        if routes.size and not (routes.min() >= 0 and routes.max() < self.num_experts):
+            raise ValueError(
+                f"routes hold expert {routes.min() if routes.min() < 0 else routes.max()}; there are {self.num_experts}"
+            )
+
+    def read(self, parts: Sequence[RoutePart], layers: Sequence[int], begin: int, end: int) -> NDArray[np.int16]:
+        """Rows of the tokens [begin, end) in `layers` (0 = the first MoE layer), int16 [layers, end - begin, top_k].
+
+        -1 where no part covers a token. No more of a file is read than these layers, and where little is wanted of an
+        answer, these tokens.
+
+        Raises:
+            RoutesError: a file is gone, too short, or of another model.
+        """
+        wanted = np.asarray(layers, np.int64)
+        found = np.full((len(wanted), end - begin, self.top_k), NO_ROUTE, np.int16)
+        if not wanted.size:
+            return found
+        for part in parts:
+            low, high = max(begin, part.first), min(end, part.end)
+            if low < high:
+                found[:, low - begin : high - begin] = self._read(part, wanted, low - part.first, high - part.first)
+        return found
+
+    def _read(self, part: RoutePart, layers: NDArray[np.int64], low: int, high: int) -> Rows:
+        """Rows low to high of a part, [layers, high - low, top_k]: in one piece unless that is mostly unwanted."""
+        if not part.file.endswith(self._suffix):
+            raise RoutesError(
+                f"{self.folder / part.file}: routes of another model; this one has {self._suffix[1:-3]} (MoE layers x "
+                "top-k x experts); start the run anew, or resume it with the model that it had"
+            )
+        row = self.top_k * self.dtype.itemsize
+        first, count = int(layers.min()), int(layers.max()) - int(layers.min()) + 1
+        try:
+            with open(self.folder / part.file, "rb", buffering=0) as file:
+                if 2 * (high - low) * len(layers) >= part.rows * count:
+                    blob = self._piece(file.fileno(), part, first * part.rows * row, count * part.rows * row)
+                    whole = np.frombuffer(blob, self.dtype).reshape(count, part.rows, self.top_k)
+                    return whole[layers - first, low:high]
+                pieces = [
+                    self._piece(file.fileno(), part, (int(layer) * part.rows + low) * row, (high - low) * row)
+                    for layer in layers
+                ]
+        except OSError as error:
+            raise RoutesError(
+                f"routes of experts cannot be read: {error}; are all nodes on the file system of the run directory?"
+            ) from error
+        return np.frombuffer(b"".join(pieces), self.dtype).reshape(len(layers), high - low, self.top_k)
+
+    def _piece(self, descriptor: int, part: RoutePart, start: int, size: int) -> bytes:
+        blob = b""
+        while len(blob) < size:
+            more = os.pread(descriptor, size - len(blob), part.offset + start + len(blob))
+            if not more:
+                raise RoutesError(
+                    f"{self.folder / part.file}: ends before the {part.rows} rows at byte {part.offset}; the file was "
+                    "cut off after it had been written; resume from an earlier checkpoint"
+                )
+            blob += more
+        return blob
+
+    def sync(self, files: Sequence[str]) -> None:
+        """Make these files durable. Raises OSError."""
+        for name in files:
+            sync(self.folder / name)
+        if files:
+            sync(self.folder)
