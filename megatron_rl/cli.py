@@ -80,13 +80,14 @@ def train(
     from megatron_rl.cluster.local import run_local
     from megatron_rl.cluster.processes import EXIT_RESUMABLE
     from megatron_rl.cluster.resume import Resume
-    from megatron_rl.preflight import check_device, check_inputs, checkpoint_to_resume
+    from megatron_rl.preflight import check_device, check_inputs, check_plan, checkpoint_to_resume
 
     cfg = load_config(config, overrides or ())
-    inputs = check_inputs(cfg)
     if dry_run:
-        _print_plan(cfg, make_plan(cfg, inputs.hf))
+        hf, unchecked = check_plan(cfg)
+        _print_plan(cfg, make_plan(cfg, hf), unchecked)
         return
+    inputs = check_inputs(cfg)
     check_device(cfg)
     goes_on = Resume(lambda: checkpoint_to_resume(cfg, inputs.prompts, resume_from), accept_changes)
     code = run_local(cfg, goes_on if resume or resume_from is not None else None)
@@ -123,13 +124,14 @@ def slurm(
     from megatron_rl.cluster.slurm.placement import plan_rows
     from megatron_rl.cluster.slurm.supervisor import Start, run_in_allocation
     from megatron_rl.monitor.logs import setup_logging
-    from megatron_rl.preflight import check_inputs, checkpoint_to_resume
+    from megatron_rl.preflight import check_inputs, check_plan, checkpoint_to_resume
 
     cfg = load_config(config, overrides or ())
-    inputs = check_inputs(cfg)
     if dry_run:
-        _print_plan(cfg, make_plan(cfg, inputs.hf), plan_rows(cfg, cpus, gpus))
+        hf, unchecked = check_plan(cfg)
+        _print_plan(cfg, make_plan(cfg, hf), unchecked, plan_rows(cfg, cpus, gpus))
         return
+    inputs = check_inputs(cfg)
     setup_logging("job", 0, None, cfg.logging.level)
     start = Start(
         lambda: checkpoint_to_resume(cfg, inputs.prompts, None),
@@ -312,7 +314,7 @@ def config(
         raise ConfigError("config: give a CONFIG.yaml, or --schema for all keys")
 
 
-def _print_plan(cfg: Config, plan: Plan, nodes: list[tuple[str, str, str]] | None = None) -> None:
+def _print_plan(cfg: Config, plan: Plan, unchecked: str, nodes: list[tuple[str, str, str]] | None = None) -> None:
     console = Console(highlight=False)
     console.print(dump(cfg), soft_wrap=True)
     for heading, rows in (plan.sections | ({"Slurm": nodes} if nodes else {})).items():
@@ -320,6 +322,8 @@ def _print_plan(cfg: Config, plan: Plan, nodes: list[tuple[str, str, str]] | Non
         for row in rows:
             table.add_row(*map(Text, row))  # as it stands: [tis] is no markup
         console.print(table)
+    if unchecked:
+        console.print(Text(unchecked, "bold yellow"), soft_wrap=True)
     console.print("dry run: nothing was started")
 
 

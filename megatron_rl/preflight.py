@@ -69,6 +69,20 @@ def check_inputs(cfg: Config) -> Inputs:
     return Inputs(hf, prompts)
 
 
+def check_plan(cfg: Config) -> tuple[HfConfig, str]:
+    """What a plan needs: the model's facts, and which inputs were not checked, in words.
+
+    Where the model's directory holds no weights, as on a laptop, only the configuration is checked.
+
+    Raises:
+        ConfigError, DataError, RewardError: as `check_inputs`.
+    """
+    folder = Path(cfg.model.path)
+    if any(folder.glob("*.safetensors*")) or not (folder / "config.json").is_file():
+        return check_inputs(cfg).hf, ""
+    return check(cfg, with_files=False), f"{folder} holds no weights: neither model files nor prompts were checked"
+
+
 def _try_loss(cfg: Config) -> None:
     from megatron_rl.algorithms.losses.trial import try_loss  # torch, which takes seconds: only for a loss of one's own
     from megatron_rl.algorithms.spec import LossSpec

@@ -19,8 +19,12 @@ WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 """Number formats of weights, as safetensors names them; others need scales that a plain conversion would ignore."""
 
 
-def check(cfg: Config) -> HfConfig:
+def check(cfg: Config, with_files: bool = True) -> HfConfig:
     """Refuse what cannot run; returns the model's facts.
+
+    Args:
+        cfg: the configuration.
+        with_files: also look at weights and data; without, of files only the model's config.json is read.
 
     Raises:
         ConfigError: listing every problem found, each with key, value, what is allowed and what to do.
@@ -28,11 +32,11 @@ def check(cfg: Config) -> HfConfig:
     hf = read_hf_config(cfg.model.path)
     checks = (
         _layout(cfg, hf),
-        _weights(cfg),
+        _weights(cfg) if with_files else (),
         _lengths(cfg, hf),
         _cap(cfg),
         _batch(cfg),
-        _files(cfg),
+        _files(cfg) if with_files else (),
         _advantages(cfg),
         _loss(cfg),
         _watched(cfg),

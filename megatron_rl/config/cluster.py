@@ -14,6 +14,8 @@ class ClusterConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer ranks compute; auto = on CUDA devices where there are any."""
+    device_memory_gib: float | None = Field(None, gt=0)
+    """Memory of one device, GiB; with it --dry-run says whether its estimates fit. null = not compared."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
     start_timeout_s: Seconds = 300.0

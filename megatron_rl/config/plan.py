@@ -1,26 +1,25 @@
-"""What a run will do, in numbers, before it does it: layout, batch, memory and bytes. Pure arithmetic, no processes.
+"""What a run will do, in numbers, before it does it: layout, algorithm and batch. Pure arithmetic, no processes.
 
-Estimates count tensors that are certain to exist; allocator overhead and kernels' workspaces are not in them.
+Memory and bytes are in `plan_memory`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 
 from .algorithm import PRESETS
 from .hf_config import HfConfig
+from .plan_memory import Row, byte_rows, expert_copies, longest_sequence, memory_rows, most_microbatches
 from .schema import Config
-
-GIB = 2**30
+from .shards import num_parameters, stage_layers
 
 
 @dataclass(frozen=True)
 class Plan:
     """Rows of (what, value, how it comes about), grouped by heading."""
 
-    sections: dict[str, list[tuple[str, str, str]]]
+    sections: dict[str, list[Row]]
 
 
 def make_plan(cfg: Config, hf: HfConfig) -> Plan:
@@ -30,23 +29,26 @@ def make_plan(cfg: Config, hf: HfConfig) -> Plan:
             "Layout": _layout(cfg, hf),
             "Algorithm": algorithm_rows(cfg),
             "Batch": _batch(cfg),
-            "Memory per rank": _memory(cfg, hf),
-            "Bytes per step": _bytes(cfg, hf),
+            "Memory per rank": memory_rows(cfg, hf),
+            "Bytes per step": byte_rows(cfg, hf),
         }
     )
 
 
-def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
+def _layout(cfg: Config, hf: HfConfig) -> list[Row]:
     p = cfg.parallel
     tp, pp, dp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size
     vpp = p.virtual_pipeline_model_parallel_size or 1
+    layers = [sum(map(len, chunks)) for chunks in stage_layers(hf.num_layers, p)]
     rows = [
-        ("model", f"{hf.model_type}, {hf.num_parameters:,} parameters", f"{hf.num_layers} layers, {cfg.model.dtype}"),
+        ("model", f"{hf.model_type}, {num_parameters(hf):,} parameters", f"{hf.num_layers} layers, {cfg.model.dtype}"),
         ("trainer ranks", str(p.world_size), f"TP {tp} x PP {pp} x CP {p.context_parallel_size} x DP {dp}"),
-        ("layers per rank", str(hf.num_layers // pp), f"{vpp} chunk(s) of {hf.num_layers // pp // vpp}"),
+        ("layers per rank", ", ".join(map(str, layers)), f"of each stage, in {vpp} chunk(s)"),
     ]
+    rows += _experts(cfg, hf)
+    together = tp * p.context_parallel_size
     rows += [
-        (f"replica {d} stage {s}", "ranks " + ", ".join(str(s * dp * tp + d * tp + t) for t in range(tp)), "")
+        (f"replica {d} stage {s}", _ranks((s * dp + d) * together, together), "")
         for d in range(min(dp, 2))
         for s in range(min(pp, 4))
     ]
@@ -60,10 +62,27 @@ def _layout(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
     ]
 
 
-def algorithm_rows(cfg: Config) -> list[tuple[str, str, str]]:
+def _ranks(first: int, count: int) -> str:
+    last = first + count - 1
+    return f"ranks {first} to {last}" if count > 2 else f"ranks {first}, {last}" if count == 2 else f"rank {first}"
+
+
+def _experts(cfg: Config, hf: HfConfig) -> list[Row]:
+    if hf.moe is None:
+        return []
+    p, m = cfg.parallel, hf.moe
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size
+    replay = f"routing replay {cfg.moe.routing_replay}"
+    return [
+        ("experts", f"{m.num_experts} in {len(hf.moe_layers)} layers, {m.top_k} a token", replay),
+        ("expert ranks", f"EP {ep} x ETP {etp}", f"{m.num_experts // ep} experts each, {expert_copies(cfg)} copies"),
+    ]
+
+
+def algorithm_rows(cfg: Config) -> list[Row]:
     """Every key of `algorithm:` as it was resolved, and who said so; then what presets bring to `rollout:`."""
     a, preset = cfg.algorithm, PRESETS[cfg.algorithm.preset]
-    rows: list[tuple[str, str, str]] = [("preset", a.preset, "")]
+    rows: list[Row] = [("preset", a.preset, "")]
     for key, field in type(a).model_fields.items():
         if key in ("preset", "max_tokens_per_microbatch", "updates_per_batch"):
             continue
@@ -91,79 +110,15 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _batch(cfg: Config) -> list[tuple[str, str, str]]:
+def _batch(cfg: Config) -> list[Row]:
     r, a = cfg.rollout, cfg.algorithm
     cap = a.max_tokens_per_microbatch
     samples = r.groups_per_step * r.group_size
-    longest = r.max_prompt_tokens + r.max_response_tokens
+    longest = longest_sequence(cfg)
     return [
         ("samples per step", str(samples), f"{r.groups_per_step} groups x {r.group_size}"),
         ("tokens per step, at most", f"{samples * longest:,}", f"{longest} per sample"),
         ("updates per step", str(a.updates_per_batch), f"{samples // a.updates_per_batch} samples each"),
-        ("micro-batches per update, at most", str(_most_microbatches(cfg)), f"{cap:,} tokens each, per rank"),
+        ("micro-batches per update, at most", str(most_microbatches(cfg)), f"{cap:,} tokens each, per rank"),
         ("steps", str(cfg.steps), f"{cfg.steps * samples:,} samples in all"),
     ]
-
-
-def _most_microbatches(cfg: Config) -> int:
-    """With every sample at its longest and all of them on their rank's share; see `policy/microbatch.py`.
-
-    As many whole samples as fit go into one, so a cap that is no multiple of their length is not used up.
-    """
-    longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
-    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size // cfg.algorithm.updates_per_batch
-    per_rank = samples // cfg.parallel.data_parallel_size
-    count = math.ceil(per_rank / max(1, cfg.algorithm.max_tokens_per_microbatch // longest))
-    multiple = cfg.parallel.microbatch_multiple
-    return math.ceil(count / multiple) * multiple
-
-
-def _memory(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
-    p = cfg.parallel
-    width = 2 if cfg.model.dtype == "bfloat16" else 4
-    held = hf.num_parameters / (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
-    shards = p.data_parallel_size if p.use_distributed_optimizer else 1
-    state = held * (12 if width == 2 else 8) / shards
-    longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
-    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size
-    tokens = min(cfg.algorithm.max_tokens_per_microbatch, samples * longest)
-    chunk, chunks = min(cfg.loss.chunk_tokens, tokens), 2 if p.tensor_model_parallel_size > 1 else 1
-    multiple = cfg.model.make_vocab_size_divisible_by
-    columns = math.ceil(hf.vocab_size / p.tensor_model_parallel_size / multiple) * multiple
-    rows = [
-        ("parameters", _gib(held * width), f"{width} bytes each, over TP x PP"),
-        ("gradients", _gib(held * 4), "fp32"),
-        ("optimizer state", _gib(state), f"over {shards} data-parallel rank(s)"),
-        (
-            "logits at their peak",
-            _gib(chunk * chunks * columns * 4),
-            f"last stage: {chunks} chunk(s) of {chunk:,} tokens x {columns:,} columns, fp32",
-        ),
-    ]
-    if cfg.algorithm.kl_coef:
-        rows.append(("reference model (host)", _gib(held * width), "swapped in for its pass"))
-    return rows
-
-
-def _bytes(cfg: Config, hf: HfConfig) -> list[tuple[str, str, str]]:
-    r = cfg.rollout
-    samples = r.groups_per_step * r.group_size
-    tokens = samples * (r.max_prompt_tokens + r.max_response_tokens)
-    width = 2 if cfg.model.dtype == "bfloat16" else 4
-    return [
-        ("weights to each engine", _gib(hf.num_parameters * width), _TRANSPORTS[cfg.engine.weight_transport]),
-        ("rollouts to the trainer", _gib(tokens * (8 + 4 + 1)), "token, log-prob and mask; at most"),
-        ("one checkpoint", _gib(hf.num_parameters * (width + 12)), "model and optimizer"),
-    ]
-
-
-_TRANSPORTS = {
-    "auto": "by engine.weight_transport=auto: see docs/weights.md",
-    "disk": "through a version directory on disk",
-    "broadcast": "through process groups of trainer and engines",
-    "ipc": "through the memory of the devices they share",
-}
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:.3f} GiB" if count >= GIB / 1000 else f"{count / 2**20:.3f} MiB"
