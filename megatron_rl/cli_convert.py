@@ -8,16 +8,14 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from megatron_rl.cli_convert_run import execute, progress
 from megatron_rl.config import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +26,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 _out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-_bar = Console(stderr=True)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Source = Annotated[Path, typer.Argument(help="Hugging Face directory, or Megatron checkpoint.", metavar="SRC")]
@@ -196,7 +193,7 @@ def diff(
         open_checkpoint(path, None if side.companions else beside)
         for path, side in zip((first, second), opened, strict=True)
     )
-    with _progress("compare", total_size(left, right)) as bar:
+    with progress("compare", total_size(left, right)) as bar:
         found = compare(left, right, bar.advance)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("tensor", "max abs", "max rel", ""):
@@ -258,33 +255,13 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool) -> No
         check_space(plan.out, plan.size)
         _out.print(f"dry run: {plan.size:,} bytes of tensors would be read and written to {plan.out}; nothing was")
         return
-    with _progress(plan.out.name, plan.size) as bar:
-        done = plan.run(options, bar)
+    done = execute(plan, options)
+    if done is None:
+        return
     for name in done.not_finite:
         _out.print(f"not finite: {name}")
     kept = f" ({done.kept:,} bytes were there from an interrupted call)" if done.kept else ""
     _out.print(f"{plan.out}: {done.size:,} bytes of tensors in {len(plan.target.files)} files{kept}")
-
-
-class _Bar:
-    def __init__(self, progress: Progress, task: Any) -> None:
-        self._progress, self._task = progress, task
-
-    def advance(self, size: int) -> None:
-        self._progress.advance(self._task, size)
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[_Bar]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=_bar, disable=not _bar.is_terminal) as progress:
-        yield _Bar(progress, progress.add_task(what, total=total))
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B?", re.I)

@@ -102,6 +102,8 @@ def initialize(
         pipeline_model_parallel_size=parallel_cfg.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel_cfg.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel_cfg.context_parallel_size,
+        expert_model_parallel_size=parallel_cfg.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel_cfg.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
     )
     random.seed(seed)
@@ -160,6 +162,18 @@ def _join(place: Place, backend: str, timeout_s: float) -> None:
     else:
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def shared_store(place: Place, timeout_s: float) -> dist.Store:
+    """A key-value store of all ranks, for those that send each other no tensors and need no process group. Collective.
+
+    Args:
+        timeout_s: seconds after which meeting, and later a wait for a key, gives up.
+    """
+    store = place.meeting.meet(_serve, _connect, timeout_s)
+    found: dist.Store = store if store is not None else next(iter(dist.rendezvous("env://")))[0]
+    found.set_timeout(timedelta(seconds=timeout_s))
+    return found
 
 
 def _serve() -> tuple[TCPStore, int]:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.config import read_hf_config
 from megatron_rl.weights import WeightsError, safetensors_file
-from megatron_rl.weights.convert import actions, job, torch_dist
+from megatron_rl.weights.convert import actions, job, journal, torch_dist
 from megatron_rl.weights.convert.actions import Conversion
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
@@ -73,7 +73,7 @@ def die_when(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: i
 MOMENTS = {
     "writing": (job, "_is_finite", 17),
     "finished": (job.os, "fsync", 4),
-    "unrecorded": (job._Journal, "_save", 3),
+    "unrecorded": (journal.Journal, "_save", 3),
     "complete": (job, "_complete", 1),
 }
 
@@ -122,7 +122,7 @@ def test_what_another_conversion_left_is_not_taken_over(
 
 
 def test_two_processes_do_not_write_one_target(inputs: Path, tmp_path: Path) -> None:
-    with job._alone(tmp_path / ".converting-out"), pytest.raises(WeightsError, match="another process is writing it"):
+    with job._alone(tmp_path / ".converting-out", tmp_path / "out", 0), pytest.raises(WeightsError, match="another process is writing it"):
         convert(TOOLS["cast"](inputs, tmp_path / "out"))
 
 

@@ -19,6 +19,7 @@ from megatron_rl.weights.convert.hf_target import SHARD_BYTES, HfTarget
 from megatron_rl.weights.convert.job import Options, Outcome, Progress, Target, run
 from megatron_rl.weights.convert.megatron_lm import extra_states, megatron_lm_arguments
 from megatron_rl.weights.convert.opened import Opened
+from megatron_rl.weights.convert.team import ALONE, Team
 from megatron_rl.weights.convert.tensors import Changed, Rows, cast_rows
 from megatron_rl.weights.convert.torch_dist import RELEASE, TorchDistReader
 from megatron_rl.weights.convert.torch_dist_target import TorchDistTarget
@@ -38,9 +39,9 @@ class Conversion:
         """Bytes of tensors that are written."""
         return sum(file.size for file in self.target.files)
 
-    def run(self, options: Options, progress: Progress) -> Outcome:
+    def run(self, options: Options, progress: Progress, team: Team = ALONE) -> Outcome:
         """Do it; raises as `job.run`."""
-        return run(self.target, self.out, self.identity, options, progress)
+        return run(self.target, self.out, self.identity, options, progress, team)
 
 
 def hf_to_megatron(source: Opened, out: Path, layout: TargetLayout, dtype: torch.dtype | None) -> Conversion:

@@ -2,12 +2,12 @@
 
     OUT/                     appears last, complete, by one rename
     .converting-OUT/         beside it until then
-        journal.json         which conversion this is, and every finished file with its size and xxh3_128
+        journal-RANK.json    which conversion this is, and every finished file with its size and xxh3_128
         NAME                 finished; a rerun compares its hash and goes on behind it
         NAME.partial         being written, or left by a kill; written again
 
-A rerun of the same command goes on; one of another command, or of changed sources, begins anew. The bytes written
-depend neither on interruptions nor on the memory allowed.
+A rerun of the same command goes on, with any number of ranks; one of another command, or of changed sources, begins
+anew. The bytes written depend neither on interruptions nor on ranks nor on the memory allowed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron_rl.files import sync, write_atomic
+from megatron_rl.files import sync
 from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.journal import Journal, forget, is_intact, take_over
+from megatron_rl.weights.convert.team import ALONE, Team, shares
 from megatron_rl.weights.convert.tensors import BLOCK_BYTES, Rows, blocks, size_of
 
-JOURNAL = "journal.json"
 LEAST_MEMORY = 8 * BLOCK_BYTES
 """A block is several times in memory: its parts, joined, cast, cut into columns. More would not be faster."""
 _RESERVE = 64 * 2**20
@@ -102,36 +103,105 @@ class Outcome:
     """Tensors with NaN or infinity."""
 
 
-def run(target: Target, out: Path, identity: Mapping[str, Any], options: Options, progress: Progress) -> Outcome:
-    """Write `target` to the directory `out`, which must not exist.
+def run(
+    target: Target,
+    out: Path,
+    identity: Mapping[str, Any],
+    options: Options,
+    progress: Progress,
+    team: Team = ALONE,
+) -> Outcome:
+    """Write `target` to the directory `out`, which must not exist. Collective; all ranks return the same.
 
     Args:
         identity: what makes this conversion another one: verb, options, names, sizes and times of the source files.
 
     Raises:
         WeightsError: `out` exists or cannot be written, the disk is too small, the memory is too small, a tensor holds
-            numbers that are not finite, or a source is damaged.
+            numbers that are not finite, or a source is damaged; on this rank or on another one.
     """
     if options.max_memory < LEAST_MEMORY:
         raise WeightsError(
             f"--max-memory={options.max_memory / 2**20:.0f} MiB: at least {LEAST_MEMORY // 2**20} MiB are needed"
         )
-    check_out(out)
-    staging = out.with_name(f".converting-{out.name}")
-    with _plain_errors(out), _alone(staging):
-        journal = _Journal(staging, _fingerprint(target, identity))
-        outcome = Outcome(kept=journal.kept)
-        check_space(out, sum(file.size for file in target.files if file.name not in journal.files))
-        for file in target.files:
-            if file.name not in journal.files:
-                journal.add(file.name, _write(target, file, staging, options, progress))
-            else:
-                progress.advance(file.size)
-            outcome.size += file.size
-            outcome.not_finite += journal.files[file.name]["not_finite"]
-        target.finish(staging, {name: facts["record"] for name, facts in journal.files.items()})
-        _complete(staging, out)
-    return outcome
+    staging, plan = out.with_name(f".converting-{out.name}"), _fingerprint(target, identity)
+    with team.failing_together(), _plain_errors(out), _alone(staging, out, team.rank):
+        known = team.from_first("begun", lambda: _begin(staging, plan, out, target))
+        said = team.from_first("plan", lambda: plan)
+        if said != plan:
+            raise WeightsError(
+                f"rank {team.rank} sees other source files than rank 0, or was given another command; all nodes must "
+                "see the same directories"
+            )
+        bytes_told = _Told(progress, team)
+        done = _write_share(target, staging, Journal(staging, plan, team.rank, known), options, bytes_told, team)
+        facts: dict[str, Any] = {}
+        for part in team.of_all("written", done):
+            facts |= part
+        team.from_first("finished", lambda: _finish(target, staging, out, facts))
+        team.leave()
+    progress.advance(sum(file.size for file in target.files) - bytes_told.size)
+    return Outcome(
+        size=sum(file.size for file in target.files),
+        kept=sum(found["size"] for name, found in facts.items() if found == known.get(name)),
+        not_finite=[name for file in target.files for name in facts[file.name]["not_finite"]],
+    )
+
+
+def _begin(staging: Path, plan: str, out: Path, target: Target) -> dict[str, Any]:
+    known = take_over(staging, plan)
+    check_space(out, sum(file.size for file in target.files if file.name not in known))
+    return known
+
+
+def _write_share(
+    target: Target, staging: Path, journal: Journal, options: Options, progress: Progress, team: Team
+) -> dict[str, Any]:
+    """Verify or write this rank's files; returns their facts."""
+    known = dict(journal.files)
+    own = [
+        group[position]
+        for group in split_known(target.files, known)
+        for position in shares([file.size for file in group], team.size)[team.rank]
+    ]
+    for file in own:
+        if file.name in known and is_intact(staging / file.name, known[file.name], progress.advance):
+            progress.advance(file.size)
+        else:
+            journal.add(file.name, _write(target, file, staging, options, progress))
+    return {file.name: journal.files[file.name] for file in own}
+
+
+def split_known(
+    files: Sequence[PlannedFile], known: Mapping[str, Any]
+) -> tuple[Sequence[PlannedFile], Sequence[PlannedFile]]:
+    """Those whose hash is to be compared, and those that are to be written: ranks share each kind evenly."""
+    return [file for file in files if file.name in known], [file for file in files if file.name not in known]
+
+
+def _finish(target: Target, staging: Path, out: Path, facts: Mapping[str, Any]) -> None:
+    for file in target.files:
+        path = staging / file.name
+        if not path.is_file() or path.stat().st_size != facts[file.name]["size"]:
+            raise WeightsError(
+                f"{path}: another rank has written it, but rank 0 does not see all of it; all nodes must share the "
+                "file system of the target"
+            )
+    target.finish(staging, {file.name: facts[file.name]["record"] for file in target.files})
+    _complete(staging, out)
+
+
+class _Told:
+    """Progress of all ranks, told by this one."""
+
+    def __init__(self, progress: Progress, team: Team) -> None:
+        self._progress, self._team, self.size = progress, team, 0
+
+    def advance(self, size: int) -> None:
+        told = self._team.advance(size)
+        self.size += told
+        if told:
+            self._progress.advance(told)
 
 
 def check_out(out: Path) -> None:
@@ -165,8 +235,12 @@ def _plain_errors(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(staging: Path) -> Iterator[None]:
-    """Hold the staging directory against a second process with the same target."""
+def _alone(staging: Path, out: Path, rank: int) -> Iterator[None]:
+    """On rank 0, hold the staging directory against another conversion with the same target."""
+    if rank > 0:
+        yield
+        return
+    check_out(out)
     staging.mkdir(parents=True, exist_ok=True)
     lock = os.open(staging, os.O_RDONLY)
     try:
@@ -183,43 +257,6 @@ def _fingerprint(target: Target, identity: Mapping[str, Any]) -> str:
     plan = [[file.name, [[t.name, list(t.shape), str(t.dtype)] for t in file.tensors]] for file in target.files]
     text = json.dumps({"identity": identity, "plan": plan}, sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-class _Journal:
-    """The finished files of a staging directory; those changed since are forgotten, and all of another plan."""
-
-    def __init__(self, staging: Path, plan: str) -> None:
-        self._path, self._plan = staging / JOURNAL, plan
-        self.files: dict[str, Any] = {}
-        self.kept = 0
-        try:
-            found = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            found = {}
-        if found.get("plan") == plan:
-            self.files = {name: facts for name, facts in found["files"].items() if _is_intact(staging / name, facts)}
-            self.kept = sum(facts["size"] for facts in self.files.values())
-        for path in staging.rglob("*"):
-            if path.is_file() and path.relative_to(staging).as_posix() not in self.files:
-                path.unlink()
-        self._save()
-
-    def add(self, name: str, facts: Any) -> None:
-        self.files[name] = facts
-        self._save()
-
-    def _save(self) -> None:
-        write_atomic(self._path, json.dumps({"plan": self._plan, "files": self.files}))
-
-
-def _is_intact(path: Path, facts: Mapping[str, Any]) -> bool:
-    if not path.is_file() or path.stat().st_size != facts["size"]:
-        return False
-    state, buffer = xxhash.xxh3_128(), bytearray(8 * 2**20)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            state.update(memoryview(buffer)[:count])
-    return state.hexdigest() == facts["xxh3_128"]
 
 
 class _Hashing:
@@ -241,7 +278,7 @@ class _Hashing:
 
 def _write(target: Target, file: PlannedFile, staging: Path, options: Options, progress: Progress) -> dict[str, Any]:
     partial = staging / f"{file.name}.partial"
-    partial.parent.mkdir(exist_ok=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
     not_finite: list[str] = []
     with open(partial, "wb", buffering=0) as raw:
         stream = _Hashing(_Whole(raw))  # type: ignore[arg-type]
@@ -305,8 +342,8 @@ def _is_finite(data: Tensor) -> bool:
 def _complete(staging: Path, out: Path) -> None:
     for path in [*staging.rglob("*"), staging]:
         sync(path)
-    # Without its journal the directory would be written anew: nothing that takes time stands between these two lines.
-    (staging / JOURNAL).unlink()
+    # Without its journals the directory would be written anew: nothing that takes time stands between these two lines.
+    forget(staging)
     os.replace(staging, out)
     for folder in (out, out.parent):
         sync(folder)

@@ -1,0 +1,76 @@
+"""Runs a planned conversion for the command line: alone or as one of several ranks, with a progress bar."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.convert.actions import Conversion
+    from megatron_rl.weights.convert.job import Options, Outcome
+    from megatron_rl.weights.convert.team import Team
+
+_bar = Console(stderr=True)
+MEET_S = 300.0
+"""Within which all ranks must have started."""
+
+
+def execute(plan: Conversion, options: Options) -> Outcome | None:
+    """Run it; the outcome on rank 0, None on the others, which print nothing."""
+    with _team(plan.out) as team, progress(plan.out.name, plan.size, shown=team.rank == 0) as bar:
+        outcome = plan.run(options, bar, team)
+        return outcome if team.rank == 0 else None
+
+
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, mpirun or srun started this process as one of several ranks, and not in a shell of theirs."""
+    if "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ or "PMIX_RANK" in environ:
+        return True
+    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") != "1"
+
+
+@contextmanager
+def _team(out: Path) -> Iterator[Team]:
+    from megatron_rl.weights.convert.team import ALONE, Team
+
+    if not is_launched(os.environ):
+        yield ALONE
+        return
+    from megatron_rl.cluster.bootstrap import find_place
+    from megatron_rl.policy.distributed import shared_store
+
+    meeting = out.with_name(f".converting-{out.name}.ranks")
+    place = find_place(os.environ, meeting)
+    store = shared_store(place, MEET_S)
+    yield Team(place.rank, place.world_size, store)
+    if place.rank == 0:
+        shutil.rmtree(meeting, ignore_errors=True)
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, size: int) -> None:
+        self._progress.advance(self._task, size)
+
+
+@contextmanager
+def progress(what: str, total: int, shown: bool = True) -> Iterator[_Bar]:
+    """A bar of `total` bytes, with speed and remaining time, on a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_bar, disable=not (shown and _bar.is_terminal)) as bar:
+        yield _Bar(bar, bar.add_task(what, total=total))
