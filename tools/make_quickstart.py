@@ -24,6 +24,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eval-prompts", type=int, default=512, help="held-out prompts")
     parser.add_argument("--sft-prompts", type=int, default=4096, help="warm-up examples")
     parser.add_argument("--style", choices=["compact", "english"], default="compact", help="wording of countdown")
+    parser.add_argument("--experts", type=int, default=0, help="experts of each layer, 0 = a model without")
     parser.add_argument("--no-model", action="store_true", help="write the prompt files only")
     return parser.parse_args()
 

@@ -30,7 +30,7 @@ class Quickstart:
     """What to write. `prompts`, `eval_prompts` and `sft_prompts` are numbers of records.
 
     `digits` is used by `sort`, `style` by `countdown` (`english` for a real language model). Without `model` only the
-    prompt files are written.
+    prompt files are written; with `experts` it is a mixture of that many.
     """
 
     seed: int = 0
@@ -41,10 +41,13 @@ class Quickstart:
     sft_prompts: int = 4096
     style: Literal["compact", "english"] = "compact"
     model: bool = True
+    experts: int = 0
 
     def make_prompts(self) -> Prompts:
         """The records; raises `DataError` when there are not as many different ones."""
         counts = (self.prompts, self.eval_prompts, self.sft_prompts)
+        if self.experts < 0 or self.experts == 1:
+            raise DataError(f"experts={self.experts}: 0 for none, else 2 or more, since each token gets 2 of them")
         if min(counts) < 0 or self.prompts < 1:
             raise DataError(f"prompts, eval_prompts, sft_prompts = {counts}: at least 1 prompt, and none negative")
         if self.task == "sort":
@@ -81,7 +84,7 @@ def write_quickstart(out: Path, what: Quickstart) -> None:
 
 def _fill(directory: Path, what: Quickstart, prompts: Prompts) -> None:
     if what.model:
-        write_tiny_model(directory / "model", what.seed)
+        write_tiny_model(directory / "model", what.seed, what.experts)
     for name, records in (("train", prompts.train), ("eval", prompts.evaluation), ("sft", prompts.sft)):
         write_records(directory / f"{name}.jsonl", records)
     (directory / MARK).write_bytes(orjson.dumps(asdict(what), option=orjson.OPT_INDENT_2) + b"\n")

@@ -1,7 +1,7 @@
 """Writes the quickstart's model: a small random Qwen3 with a tokenizer of single characters; no training happens here.
 
 Written by hand with numpy and safetensors, which takes milliseconds where transformers takes seconds to import.
-Parameters: 0.4 million. Heads and key/value groups divide by 2, for tensor parallelism of 2.
+Parameters: 0.4 million, with 8 experts 0.9 million. Heads and groups divide by 2, for tensor parallelism of 2.
 """
 
 from __future__ import annotations
@@ -54,13 +54,34 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_tiny_model(directory: Path, seed: int) -> None:
-    """Fill `directory` with config, fp32 weights (normal, std 0.05), tokenizer and chat template; `seed` fixes them."""
+TOP_K = 2
+"""Experts of a token."""
+
+
+def with_experts(experts: int) -> dict[str, Any]:
+    """The same shape as a Qwen3-MoE: in place of each MLP, `experts` that are a third as wide."""
+    return CONFIG | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": CONFIG["intermediate_size"] // 3,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def write_tiny_model(directory: Path, seed: int, experts: int = 0) -> None:
+    """Fill `directory` with config, fp32 weights (normal, std 0.05), tokenizer and chat template; `seed` fixes them.
+
+    With `experts` each layer is a mixture of that many, 2 of them for each token.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", CONFIG)
+    _write_json(directory / "config.json", with_experts(experts) if experts else CONFIG)
     ids = {name: CONFIG[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", {**ids, "do_sample": True})
-    (directory / "model.safetensors").write_bytes(save(_weights(seed), metadata={"format": "pt"}))
+    (directory / "model.safetensors").write_bytes(save(_weights(seed, experts), metadata={"format": "pt"}))
     _tokenizer().save(str(directory / "tokenizer.json"))
     names = ("pad_token", "bos_token", "eos_token", "unk_token")
     tokenizer_config = {
@@ -73,7 +94,7 @@ def write_tiny_model(directory: Path, seed: int) -> None:
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, "utf-8")
 
 
-def _weights(seed: int) -> dict[str, np.ndarray]:
+def _weights(seed: int, experts: int) -> dict[str, np.ndarray]:
     """All tensors by their Hugging Face name, float32; [output, input] for matrices."""
     hidden, ffn, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
     queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
@@ -88,9 +109,7 @@ def _weights(seed: int) -> dict[str, np.ndarray]:
             "self_attn.q_norm": (head,),
             "self_attn.k_norm": (head,),
             "post_attention_layernorm": (hidden,),
-            "mlp.gate_proj": (ffn, hidden),
-            "mlp.up_proj": (ffn, hidden),
-            "mlp.down_proj": (hidden, ffn),
+            **_mlp_shapes(hidden, ffn, experts),
         }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
     shapes["model.norm.weight"] = (hidden,)
@@ -101,6 +120,16 @@ def _weights(seed: int) -> dict[str, np.ndarray]:
         else rng.standard_normal(shape, dtype=np.float32) * np.float32(INITIAL_STD)
         for name, shape in shapes.items()
     }
+
+
+def _mlp_shapes(hidden: int, ffn: int, experts: int) -> dict[str, tuple[int, ...]]:
+    if not experts:
+        return {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn)}
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate": (experts, hidden)}
+    for expert in range(experts):
+        one = _mlp_shapes(hidden, ffn // 3, 0)
+        shapes |= {name.replace("mlp.", f"mlp.experts.{expert}."): shape for name, shape in one.items()}
+    return shapes
 
 
 def _tokenizer() -> Tokenizer:

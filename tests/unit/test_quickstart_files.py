@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.config import read_hf_config
+from megatron_rl.config.shards import num_parameters
 from megatron_rl.data import DataError, PromptDataset, PromptTokenizer
 from megatron_rl.data.generators import countdown, sort_digits
 from megatron_rl.data.quickstart import Quickstart, write_quickstart
@@ -103,6 +104,20 @@ def test_the_model_splits_over_two_ranks_and_starts_out_undecided(quickstart):
         logits = model(torch.tensor([PromptTokenizer(quickstart / "model").encode_text("3142=")])).logits
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert entropy.min() > 3.5  # of log(64) = 4.16
+
+
+def test_a_model_with_experts_is_a_qwen3_moe_on_the_same_prompts(quickstart, tmp_path):
+    what = {"seed": 5, "prompts": 300, "eval_prompts": 64, "sft_prompts": 100}
+    write_quickstart(tmp_path / "moe", Quickstart(**what, experts=8))
+    assert hashes(tmp_path / "moe")["train.jsonl"] == hashes(quickstart)["train.jsonl"]
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "moe" / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    hf = read_hf_config(tmp_path / "moe" / "model")
+    assert (hf.moe.num_experts, hf.moe.top_k, hf.moe_layers) == (8, 2, (0, 1))
+    assert num_parameters(hf) == sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+    with pytest.raises(DataError, match="experts=1"):
+        Quickstart(experts=1).make_prompts()
 
 
 @pytest.mark.parametrize(
