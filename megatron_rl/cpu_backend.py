@@ -128,6 +128,37 @@ def _tensor_type() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "type", type_
 
 
+# -- streams
+
+
+class _Stream:
+    """A stream, or an event, of a device that does everything at once."""
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_STREAM = _Stream()
+
+
+# -- split sizes
+
+
+def _split_sizes() -> Iterator[tuple[Any, str, Any]]:
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    yield dispatcher, "maybe_move_tensor_to_cpu", move
+
+
 # -- random numbers
 
 
@@ -158,6 +189,20 @@ ENTRIES: tuple[Entry, ...] = (
         "rng_tracker",
         "tensor_parallel/random.py _get_cuda_rng_state and _set_cuda_rng_state: torch.cuda.default_generators",
         _rng_tracker,
+    ),
+    Entry(
+        "streams",
+        "transformer/moe/token_dispatcher.py: torch.cuda.Stream(), current_stream(), stream()",
+        _torch_cuda(
+            Stream=lambda *_, **__: _STREAM,
+            current_stream=lambda *_, **__: _STREAM,
+            stream=lambda _: contextlib.nullcontext(),
+        ),
+    ),
+    Entry(
+        "split_sizes",
+        "transformer/moe/moe_utils.py maybe_move_tensor_to_cpu: turns split sizes to numpy only when they are on a GPU",
+        _split_sizes,
     ),
     Entry(
         "literals_schedules",

@@ -15,8 +15,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama", "mistral"]
+Family = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe"]
 
+MOE_SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+}
+"""Families with experts; what makes their tiny models: eight experts of which a token gets two."""
 PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 SPECIAL_TOKENS = (PAD, IM_START, IM_END, UNK)
 # Most useful characters first: a vocabulary of 50 keeps digits, tags, lower-case letters, space and newline.
@@ -69,7 +78,7 @@ def _byte_symbol(character: str) -> str:
 def _classes(family: Family) -> tuple[type, type]:
     import transformers
 
-    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
     name = names[family]
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
@@ -114,6 +123,7 @@ def tiny_model(
         del settings["head_dim"]  # Qwen2 always uses hidden_size / num_attention_heads
     if family == "mistral":
         settings["sliding_window"] = None  # its default is a window of 4096
+    settings.update(MOE_SETTINGS.get(family, {}))
     settings.update(overrides)
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # A fork of the generator: building a model must not move the caller's random state.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .base import ConfigError
+from .hf_experts import mla_of, moe_of, not_computed
+from .hf_numbers import given, positive
 from .hf_shapes import MlaShape, MoeShape
 
-N = TypeVar("N", int, float)
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MISTRAL_WINDOW = 4096
 """What a Mistral whose config.json does not mention `sliding_window` has."""
@@ -137,49 +138,41 @@ def _not_computed(raw: dict[str, Any]) -> str | None:
         return f"hidden_act={raw['hidden_act']!r} is not supported; only silu"
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
         return "sliding-window attention is not supported"
-    window = raw.get("sliding_window", MISTRAL_WINDOW) if raw["model_type"] == "mistral" else None
+    window = None
+    if raw["model_type"] in ("mistral", "mixtral"):
+        window = raw.get("sliding_window", MISTRAL_WINDOW if raw["model_type"] == "mistral" else None)
     if window is not None and window < raw.get("max_position_embeddings", 0):
         return f"sliding_window={window} is not supported; only null, or all of max_position_embeddings"
     biases = [key for key in ("attention_bias", "mlp_bias") if raw.get(key)]
-    return f"{biases[0]}=true is not supported" if biases else None
+    return f"{biases[0]}=true is not supported" if biases else not_computed(raw)
 
 
 def _from_raw(raw: dict[str, Any]) -> HfConfig:
     model_type = raw["model_type"]
-    heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
-    groups = _positive({"num_key_value_heads": heads, **_given(raw)}, "num_key_value_heads")
+    heads, hidden = positive(raw, "num_attention_heads"), positive(raw, "hidden_size")
+    groups = positive({"num_key_value_heads": heads, **given(raw)}, "num_key_value_heads")
     if heads % groups:
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
+    layers, mla = positive(raw, "num_hidden_layers"), mla_of(raw)
     rope = raw.get("rope_parameters") or {}  # transformers 5 keeps theta and scaling together here
     scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
     return HfConfig(
         model_type=model_type,
-        num_layers=_positive(raw, "num_hidden_layers"),
+        num_layers=layers,
         hidden_size=hidden,
-        ffn_hidden_size=_positive(raw, "intermediate_size"),
+        ffn_hidden_size=positive(raw, "intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=groups,
-        head_dim=_positive({"head_dim": hidden // heads, **_given(raw)}, "head_dim"),
-        vocab_size=_positive(raw, "vocab_size"),
-        max_position_embeddings=_positive(raw, "max_position_embeddings"),
-        rms_norm_eps=_positive(raw, "rms_norm_eps", float),
-        rope_theta=_positive({"rope_theta": 10000.0, **_given(rope), **_given(raw)}, "rope_theta", float),
+        head_dim=mla.qk_head_dim if mla else positive({"head_dim": hidden // heads, **given(raw)}, "head_dim"),
+        vocab_size=positive(raw, "vocab_size"),
+        max_position_embeddings=positive(raw, "max_position_embeddings"),
+        rms_norm_eps=positive(raw, "rms_norm_eps", float),
+        rope_theta=positive({"rope_theta": 10000.0, **given(rope), **given(raw)}, "rope_theta", float),
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        moe=moe_of(raw, layers),
+        mla=mla,
         raw=raw,
     )
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys that are null, which means absent."""
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _positive(values: dict[str, Any], key: str, kind: type[N] = int) -> N:
-    """The number under `key`. Raises KeyError when it is missing, ValueError for anything but a positive number."""
-    value = values[key]
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not value > 0:
-        raise ValueError(f"{key}={value!r} is not a positive {'whole ' if kind is int else ''}number")
-    return kind(value)

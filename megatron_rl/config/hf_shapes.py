@@ -52,3 +52,8 @@ class MlaShape:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim

@@ -44,6 +44,7 @@ def block_spec(config: TransformerConfig, inv_freq: Tensor, vp_stage: int | None
 
 
 def _with_own_modules(block: Any, inv_freq: Tensor) -> Any:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_rl.policy.attention import PackedAttention
@@ -52,6 +53,9 @@ def _with_own_modules(block: Any, inv_freq: Tensor) -> Any:
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        if issubclass(layer.submodules.mlp.module, MoELayer):
+            # In checkpoints, too, this norm is fused with a dense MLP only.
+            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=PackedAttention, params={"inv_freq": inv_freq})
         if _has_qk_norm(attention):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.policy import upstream_fixes
 from megatron_rl.policy.distributed import device
+from megatron_rl.policy.experts import expert_options
 from megatron_rl.policy.layer_spec import block_spec, has_transformer_engine
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConf
     """
     from megatron.core import parallel_state
 
+    if hf.moe is not None:
+        upstream_fixes.apply_to_experts()
     config = transformer_config(hf, model_cfg, parallel_cfg)
     stages = parallel_cfg.virtual_pipeline_model_parallel_size
     chunks = []
@@ -118,6 +122,7 @@ def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: Paral
         calculate_per_token_loss=True,
         variable_seq_lengths=True,  # micro-batches are packed to a token budget and differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, in dense models too
+        **expert_options(hf),
         **_parallel_options(parallel_cfg),
         **_recompute_options(parallel_cfg),
         **_kernel_options(),
@@ -161,6 +166,8 @@ def _parallel_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel_cfg.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel_cfg.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel_cfg.virtual_pipeline_model_parallel_size,
+        "expert_model_parallel_size": parallel_cfg.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel_cfg.expert_tensor_parallel_size,
         "sequence_parallel": parallel_cfg.sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # With interleaving at PP 2, both directions go to the same peer and batched sends are matched by their order:

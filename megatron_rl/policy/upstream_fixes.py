@@ -1,7 +1,8 @@
 """Corrects faults of Megatron-Core that show, on any device, where Transformer Engine and Apex are absent.
 
 Without them the distributed optimizer wraps torch.optim.Adam, and Megatron (0.16 to 0.19) mishandles its per-parameter
-`step`. `apply()` is inert when either package is present.
+`step`. `apply()` is inert when either package is present. Routers ask for a function of Transformer Engine by a name
+that is then not bound.
 """
 
 from __future__ import annotations
@@ -9,8 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 
+def apply_to_experts() -> None:
+    """Install the corrections that a model with experts needs; a second call changes nothing.
+
+    transformer/moe/moe_utils.py imports `te_general_gemm` within a `try` and later compares it with None.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def apply() -> None:
-    """Install the corrections; a second call changes nothing."""
+    """Install the optimizer's corrections; a second call changes nothing."""
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:

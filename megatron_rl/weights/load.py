@@ -33,10 +33,11 @@ def load_hf_weights(chunks: Sequence[Any], hf: HfConfig, path: str | Path) -> No
 
     family, reader = family_of(hf), SafetensorsReader(path)
     _check_names(reader, family, hf)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     for chunk in chunks:
         for mapped in mapped_parameters(chunk, family, hf):
+            rank, size = dense if mapped.expert is None else expert
             _load(mapped, reader, Shard(rank, size, mapped.parameter.shape[0]), hf)
 
 

@@ -67,6 +67,31 @@ def fork_random_stream() -> None:
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(1)))
 
 
+def dispatch_tokens() -> None:
+    """Two tokens to two experts of this rank."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # it is kept by the class
+    config = _config(num_moe_experts=2, moe_ffn_hidden_size=8, moe_router_topk=2, moe_token_dispatcher_type="alltoall")
+    dispatcher = MoEAlltoAllTokenDispatcher(2, [0, 1], config, get_default_pg_collection())
+    tokens, chosen = torch.arange(16.0).view(2, 1, 8), torch.ones(2, 2, dtype=torch.bool)
+    dispatched = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(tokens, chosen, chosen.float()))
+    arrived, counts, _ = dispatcher.dispatch_postprocess(*dispatched)
+    assert counts.tolist() == [2, 2]
+    assert torch.equal(arrived, tokens[:, 0].repeat(2, 1))
+
+
+def exchange_tokens() -> None:
+    """As Megatron's all_to_all does with more than one rank."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    splits = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3]), as_numpy=True)
+    arrived = torch.empty(3, 1)
+    torch.distributed.all_to_all_single(arrived, torch.ones(3, 1), splits, splits)
+    assert torch.equal(arrived, torch.ones(3, 1))
+
+
 def run_schedule() -> None:
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -140,6 +165,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "synchronize": send_nothing,
     "rng_state": add_random_streams,
     "rng_tracker": fork_random_stream,
+    "streams": dispatch_tokens,
+    "split_sizes": exchange_tokens,
     "literals_schedules": run_schedule,
     "literals_optimizer": build_fp32_optimizer,
     "literals_clip_grads": gradient_norm,
@@ -207,8 +234,8 @@ def test_tensor_types_are_only_renamed_for_the_optimizer() -> None:
 
 
 def test_unknown_entry_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"streams.*current_device"):
-        cpu_backend.install(exclude=["streams"])
+    with pytest.raises(ValueError, match=r"clocks.*current_device"):
+        cpu_backend.install(exclude=["clocks"])
 
 
 def test_nothing_is_replaced_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

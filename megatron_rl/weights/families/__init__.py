@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights import WeightsError
-from megatron_rl.weights.families import llama, mistral, qwen2, qwen3
+from megatron_rl.weights.families import llama, mistral, qwen2, qwen3, qwen3_moe
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
     from megatron_rl.weights.mapping import Family
 
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe)
+}
 
 
 def family_of(hf: HfConfig) -> Family:

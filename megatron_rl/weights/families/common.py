@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_rl.weights.layouts import GateUp, QueryKeyValue, Replicated, RowParallel, Vocabulary
 from megatron_rl.weights.mapping import EMBEDDING, OUTPUT_LAYER, Rule
 
@@ -44,4 +46,24 @@ MLP = (
         ("ffn hidden", "ffn hidden"),
     ),
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ROW, ("hidden ffn",)),
+)
+# Of models with experts: the norm is everybody's, the matrices are those of the layers without experts.
+MLP_NORM, *_MATRICES = MLP
+DENSE_MLP = tuple(replace(rule, layers="dense") for rule in _MATRICES)
+ROUTER = (Rule("mlp.router.weight", ("mlp.gate.weight",), REPLICATED, ("experts hidden",), layers="moe"),)
+EXPERTS = (
+    Rule(
+        "mlp.experts.linear_fc1.weight",
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        GATE_UP,
+        ("expert_ffn hidden", "expert_ffn hidden"),
+        layers="moe",
+    ),
+    Rule(
+        "mlp.experts.linear_fc2.weight",
+        ("mlp.experts.{expert}.down_proj.weight",),
+        ROW,
+        ("hidden expert_ffn",),
+        layers="moe",
+    ),
 )
