@@ -236,5 +236,7 @@ def model_parallel_group() -> dist.ProcessGroup:
 
 
 def device() -> torch.device:
-    """Where this rank's parameters and batches live."""
+    """Where this rank's parameters and batches live; nowhere while torch's default device is `meta`."""
+    if torch.get_default_device().type == "meta":
+        return torch.device("meta")
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
