@@ -79,17 +79,6 @@ class HfConfig:
         """Features of queries, keys and values together."""
         return self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the dense decoder (norm weights and biases of q, k, v included)."""
-        qkv = self.hidden_size * self.qkv_rows
-        bias = self.qkv_rows if self.qkv_bias else 0
-        out = self.num_attention_heads * self.head_dim * self.hidden_size
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        layer = qkv + bias + out + 3 * self.hidden_size * self.ffn_hidden_size + norms
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
-
 
 def read_hf_config(path: str | Path) -> HfConfig:
     """Read `path`/config.json.
