@@ -18,9 +18,9 @@ from megatron_rl.config import Config
 from megatron_rl.data import PromptCursor, PromptDataset, PromptTokenizer
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_leader
-from megatron_rl.policy.exchange import broadcast_to_model_parallel
-from megatron_rl.policy.microbatch import Plan, plan_microbatches
-from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_step
+from megatron_rl.policy.exchange import broadcast_to_replica
+from megatron_rl.policy.microbatch import Plan
+from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_lengths, plan_step
 from megatron_rl.rollout.pull import ControllerClient, ControllerError, StepStatus
 from megatron_rl.rollout.wire import Gaps, RolloutShard, RolloutTable
 
@@ -106,7 +106,7 @@ class RolloutFeed:
 
     def _share(self, fetch: Callable[[], bytes]) -> bytes:
         """What the leader fetches, on all ranks of its model replica."""
-        return broadcast_to_model_parallel(fetch() if self._leader else None)
+        return broadcast_to_replica(fetch() if self._leader else None)
 
 
 def _unless(excused: Callable[[], bool], call: Callable[[], T]) -> T | None:
@@ -143,12 +143,7 @@ def sft_batches(cfg: Config) -> Iterator[tuple[SequenceBatch, Plan]]:
     for _ in range(cfg.sft.max_steps):
         first = cursor.drawn
         pairs = [tokenizer.encode_sft(dataset[i]) for i in cursor.next(cfg.sft.batch_size)]
-        plan = plan_microbatches(
-            [len(p) + len(t) for p, t in pairs],
-            cfg.parallel.data_parallel_size,
-            cfg.algorithm.max_tokens_per_microbatch,
-            cfg.parallel.microbatch_multiple,
-        )
+        plan = plan_lengths([len(p) + len(t) for p, t in pairs], cfg)
         weights = token_weights("token_mean", [len(target) for _, target in pairs])
         mine = plan.sequences(data_parallel_rank())
         batch = SequenceBatch.from_sequences(

@@ -189,7 +189,7 @@ class Trainer:
 
     def __init__(self, cfg: Config, policy: Policy, sampled: Sampled) -> None:
         from megatron_rl.policy.batch import SequenceBatch
-        from megatron_rl.policy.microbatch import plan_microbatches
+        from megatron_rl.policy.step_batch import plan_lengths
 
         self._policy = policy
         pairs = list(zip(sampled.prompts, sampled.responses, strict=True))
@@ -198,8 +198,7 @@ class Trainer:
             [[0] * len(p) + [1] * len(r) for p, r in pairs],
             [f"p{i}" for i in range(len(pairs))],
         )
-        cap, multiple = cfg.algorithm.max_tokens_per_microbatch, cfg.parallel.microbatch_multiple
-        self._plan = plan_microbatches(batch.lengths, cfg.parallel.data_parallel_size, cap, multiple)
+        self._plan = plan_lengths(batch.lengths, cfg)
         self._mine = self._plan.sequences(policy.data_parallel_rank)
         self._batch = batch.select(self._mine) if self._mine else batch.select([])
 

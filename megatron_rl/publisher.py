@@ -30,8 +30,8 @@ from megatron_rl.data import PromptTokenizer
 from megatron_rl.pins import pinned
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.distributed import data_parallel_rank, device
-from megatron_rl.policy.microbatch import plan_microbatches
 from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.step_batch import plan_lengths
 from megatron_rl.rollout.control import EngineControl, nobody_holds
 from megatron_rl.rollout.protocol import EngineError, TransportError
 from megatron_rl.rollout.weight_update import Checksums, LogProbs, WeightUpdate
@@ -336,9 +336,8 @@ class Publisher:
         """The trainer's, float32 [tokens - 1]. Collective over all ranks."""
         if self._probe is None:
             self._probe = self._on_zero("the probe's tokens", self._encode_probe)
-        tokens, parallel = self._tokens(), self._cfg.parallel
-        size, cap = parallel.data_parallel_size, self._cfg.algorithm.max_tokens_per_microbatch
-        plan = plan_microbatches([len(tokens)] * size, size, cap, parallel.microbatch_multiple)
+        tokens = self._tokens()
+        plan = plan_lengths([len(tokens)] * self._cfg.parallel.data_parallel_size, self._cfg)
         count = len(plan.sequences(data_parallel_rank()))
         mask = np.arange(len(tokens)) > 0
         batch = SequenceBatch.from_sequences([tokens] * count, [mask] * count, ["probe"] * count)

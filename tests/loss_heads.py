@@ -149,7 +149,7 @@ def _gathered(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def micro_batch(batch: Batch, world: World, inputs: dict[str, np.ndarray | None], share: Share) -> MicroBatch:
     """What `packing.pack` would make of it, were sequences split over context-parallel ranks."""
     trainable = share.take(batch.mask, False)
-    lengths = np.bincount(share.index, weights=trainable, minlength=len(share.responses))
+    lengths = np.append(batch.counts, 0)[share.responses].astype(np.float64)  # of whole responses; -1 is an added one
     per_token = {
         name: None if values is None else torch.from_numpy(np.where(trainable, share.take(values, 0), 0))
         for name, values in inputs.items()

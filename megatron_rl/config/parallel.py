@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -51,6 +52,17 @@ class ParallelConfig(Section):
     def microbatch_multiple(self) -> int:
         """Micro-batch counts are multiples of this: Megatron's interleaved schedule works in groups of PP."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        """A packed sequence has a multiple of so many rows: context parallelism cuts it into 2 chunks for each rank."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """A packed micro-batch has a multiple of so many rows; sequence parallelism deals those of a context rank."""
+        shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return math.lcm(self.sequence_multiple, self.context_parallel_size * shares)
 
     @model_validator(mode="after")
     def _world(self) -> ParallelConfig:

@@ -228,13 +228,6 @@ def data_parallel_rank() -> int:
     return int(parallel_state.get_data_parallel_rank())
 
 
-def model_parallel_group() -> dist.ProcessGroup:
-    """All ranks of this model replica (tensor x pipeline)."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_model_parallel_group()
-
-
 def device() -> torch.device:
     """Where this rank's parameters and batches live; nowhere while torch's default device is `meta`."""
     if torch.get_default_device().type == "meta":

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.policy.distributed import device, is_data_parallel_leader, model_parallel_group
+from megatron_rl.policy.distributed import device, is_data_parallel_leader
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-def broadcast_to_model_parallel(data: bytes | None) -> bytes:
-    """Give `data` of the data-parallel leader to all its model-parallel peers. Collective over the replica.
+def broadcast_to_replica(data: bytes | None) -> bytes:
+    """Give `data` of the data-parallel leader to all ranks of its model replica. Collective over them.
 
     Args:
         data: the bytes on the leader (`distributed.is_data_parallel_leader`); ignored on the others.
@@ -24,16 +24,26 @@ def broadcast_to_model_parallel(data: bytes | None) -> bytes:
     Raises:
         ValueError: on a leader that has no data. (Its peers then fail with it, when its process ends.)
     """
-    group = model_parallel_group()
-    leader = is_data_parallel_leader()
-    if leader and data is None:
-        raise ValueError("broadcast_to_model_parallel: the data-parallel leader must pass the bytes")
-    if dist.get_world_size(group) == 1:
-        return data or b""
+    from megatron.core import parallel_state
+
+    if is_data_parallel_leader() and data is None:
+        raise ValueError("broadcast_to_replica: the data-parallel leader must pass the bytes")
+    # Megatron has no group of a whole replica. The leader is the first rank of both groups that it is in.
+    model, context = parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()
+    if model.rank() == 0:
+        data = _broadcast(data, context)
+    return _broadcast(data, model)
+
+
+def _broadcast(data: bytes | None, group: dist.ProcessGroup) -> bytes:
+    """`data` of the group's first rank, on all of its ranks."""
+    data = data or b""
+    if group.size() == 1:
+        return data
     source = dist.get_process_group_ranks(group)[0]
-    size = torch.tensor([len(data or b"")], dtype=torch.int64, device=device())
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device())
     dist.broadcast(size, src=source, group=group)
-    if leader and data:
+    if group.rank() == 0 and data:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device())
     else:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device())
@@ -43,7 +53,10 @@ def broadcast_to_model_parallel(data: bytes | None) -> bytes:
 
 
 def sum_over_data_parallel(values: np.ndarray) -> np.ndarray:
-    """float64 `values` of any shape, added up over data-parallel ranks. Collective over them."""
+    """float64 `values` of any shape, added up over data-parallel ranks. Collective over them.
+
+    Context-parallel ranks of one replica pass the same, since each knows its sequences as a whole.
+    """
     from megatron.core import parallel_state
 
     tensor = torch.from_numpy(values.astype(np.float64)).to(device())

@@ -90,7 +90,8 @@ class LossHead:
         if microbatch.weights is None:
             raise ValueError("SequenceBatch.weights is not set: a loss is a weighted sum (algorithms.token_weights)")
         assert weight is not None
-        sequences = self._sequences(microbatch)
+        mine = microbatch.sequences
+        sequences = Sequences(mine.index, mine.lengths, self.sum_over_context)
         found = linear_policy_loss(
             hidden.squeeze(0),
             weight,
@@ -117,13 +118,6 @@ class LossHead:
         )
         report = {"sums": {"loss": found.loss.detach(), **sums}, "non_finite": _non_finite(microbatch, found.log_probs)}
         return found.loss, torch.zeros((), dtype=torch.int, device=hidden.device), report
-
-    def _sequences(self, microbatch: MicroBatch) -> Sequences:
-        """With lengths of whole sequences, whatever part of them this rank has."""
-        mine = microbatch.sequences
-        if self.sum_over_context is None:
-            return mine
-        return Sequences(mine.index, self.sum_over_context(mine.lengths[None])[0], self.sum_over_context)
 
     def _objective(
         self, microbatch: MicroBatch, sequences: Sequences, rows: Tensor, log_probs: Tensor, entropy: Tensor | None

@@ -9,9 +9,10 @@ Invariants of a `Plan` (property-tested):
    longest sequence;
 5. the plan depends on the arguments alone: every rank computes the same one without communicating.
 
-`max_tokens` counts whole sequences (prompt and response). A packed micro-batch has one row less per sequence (the last
-token predicts nothing) plus padding to a multiple of `pad_multiple`, so its rows stay within `max_tokens` whenever
-`max_tokens` is itself such a multiple.
+`max_tokens` counts whole sequences (prompt and response), each rounded up to `sequence_multiple`: what short ones are
+padded to takes memory, too. A packed micro-batch has one row less per sequence (the last token predicts nothing) plus
+padding to a multiple of `parallel.row_multiple`, so its rows stay within `max_tokens` whenever
+`max_tokens` is itself such a multiple. Of these rows each context-parallel rank has its share.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def plan_microbatches(
     max_tokens: int,
     multiple_of: int = 1,
     sample_ids: Sequence[str] | None = None,
+    sequence_multiple: int = 1,
 ) -> Plan:
     """Deal sequences to data-parallel ranks, then each rank's sequences to micro-batches.
 
@@ -70,6 +72,7 @@ def plan_microbatches(
         multiple_of: the count of micro-batches is rounded up to a multiple of this (the group size of Megatron's
             interleaved schedule; 1 otherwise).
         sample_ids: names for error messages; positions are used when absent.
+        sequence_multiple: each sequence is packed as a multiple of so many rows.
 
     Raises:
         ValueError: for a sequence longer than `max_tokens`, naming the sample and the key to change.
@@ -77,8 +80,8 @@ def plan_microbatches(
     >>> plan_microbatches([4, 3, 3, 2], dp_size=2, max_tokens=4).microbatches
     (((0,), (3,)), ((1,), (2,)))
     """
-    sizes = [int(length) for length in lengths]
-    _refuse_too_long(sizes, max_tokens, sample_ids)
+    sizes = [int(length) + -int(length) % sequence_multiple for length in lengths]
+    _refuse_too_long(lengths, sizes, max_tokens, sample_ids)
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     ranks = _deal(order, sizes, dp_size)
     count = max(1, *(len(_first_fit(rank, sizes, max_tokens)) for rank in ranks))
@@ -86,13 +89,16 @@ def plan_microbatches(
     return Plan(tuple(_spread(rank, sizes, max_tokens, count) for rank in ranks))
 
 
-def _refuse_too_long(sizes: list[int], max_tokens: int, sample_ids: Sequence[str] | None) -> None:
+def _refuse_too_long(
+    lengths: Sequence[int] | np.ndarray, sizes: list[int], max_tokens: int, sample_ids: Sequence[str] | None
+) -> None:
     for i, size in enumerate(sizes):
         if size > max_tokens:
             name = sample_ids[i] if sample_ids is not None else f"number {i}"
+            rounded = f" (padded to {size})" if size > lengths[i] else ""
             raise ValueError(
-                f"sample {name} has {size} tokens, more than {CAP_KEY}={max_tokens}: raise {CAP_KEY} to at least "
-                f"{size}, or lower rollout.max_prompt_tokens or rollout.max_response_tokens"
+                f"sample {name} has {lengths[i]} tokens{rounded}, more than {CAP_KEY}={max_tokens}: raise {CAP_KEY} to "
+                f"at least {size}, or lower rollout.max_prompt_tokens or rollout.max_response_tokens"
             )
 
 

@@ -33,12 +33,13 @@ from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.model import build_model
 from megatron_rl.policy.offload import TrainingMemory
 from megatron_rl.policy.optimizer import Optimizer, wrap_for_gradients
-from megatron_rl.policy.packing import MicroBatch, pack, unpack
+from megatron_rl.policy.packing import MicroBatch, RowShare, pack, unpack
 from megatron_rl.policy.reduction import (
     Totals,
     all_ranks_agree,
     gather_non_finite_samples,
     reduce_reports,
+    rows_of_all_ranks,
     sum_over_context,
 )
 from megatron_rl.policy.reference import LogProbCache, ReferenceWeights
@@ -90,6 +91,12 @@ class Policy:
         self.chunks = list(chunks)
         self.hf, self._cfg = hf, cfg
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
+        self._share = RowShare(
+            cfg.parallel.sequence_multiple,
+            cfg.parallel.row_multiple,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
         self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self._projection = Projection(
             hf.vocab_size,
@@ -145,7 +152,7 @@ class Policy:
             for column in range(columns):
                 outputs = ((m, report[column]) for m, report in zip(microbatches, reports, strict=True))
                 rows[column] = unpack(outputs, batch.num_tokens)
-        rows = self._from_last_stage(rows)
+        rows = rows_of_all_ranks(rows)
         return LogProbs(rows[0], rows[1] if with_entropy else None)
 
     def freeze_reference(self) -> None:
@@ -359,17 +366,4 @@ class Policy:
                 f"the plan gives data-parallel rank {rank} {expected} sequences, its batch has {len(batch)}: "
                 "pass batch.select(plan.sequences(rank)) of the planned batch"
             )
-        parallel = self._cfg.parallel
-        multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        return [pack(batch, indices, multiple, device()) for indices in plan.local(rank)]
-
-    def _from_last_stage(self, rows: np.ndarray) -> np.ndarray:
-        """`rows` of the last pipeline stage, on all stages."""
-        from megatron.core import parallel_state
-
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            return rows
-        tensor = torch.from_numpy(rows).to(device())
-        source = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(tensor, src=source, group=parallel_state.get_pipeline_model_parallel_group())
-        return tensor.cpu().numpy()
+        return [pack(batch, indices, self._share, device()) for indices in plan.local(rank)]

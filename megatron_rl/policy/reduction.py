@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,13 +43,15 @@ class Totals:
 def reduce_reports(batch: SequenceBatch, reports: list[dict[str, Any]], grad_norm: float) -> Totals:
     """Merge the reports of `LossHead` over micro-batches and data-parallel ranks, for all ranks. Collective.
 
-    One float64 vector is SUMMED over all ranks. Of each model replica only one rank (last pipeline stage, tensor rank
-    0) fills it in; every other one adds zeros, except for its verdict on the gradient. Largest values travel as one
-    slot per data-parallel rank, since a sum cannot take a maximum; they are never negative.
+    One float64 vector is SUMMED over all ranks. Of each model replica only tensor rank 0 of the last pipeline stage
+    fills it in; every other one adds zeros, except for its verdict on the gradient. Context-parallel ranks each have
+    other rows of the same sequences: all of them add theirs, and the first one counts the sequences. Largest values
+    travel as one slot per data- and context-parallel rank, since a sum cannot take a maximum; they are never negative.
     """
     from megatron.core import parallel_state
 
-    replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     head = torch.zeros(4, dtype=torch.float64)
     values, present = (torch.zeros(len(ADDED), dtype=torch.float64) for _ in range(2))
     largest, largest_present = (torch.zeros(len(LARGEST), replicas, dtype=torch.float64) for _ in range(2))
@@ -56,7 +59,8 @@ def reduce_reports(batch: SequenceBatch, reports: list[dict[str, Any]], grad_nor
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums = {name: float(value) for name, value in merge_statistics(report["sums"] for report in reports).items()}
         head[1] = sum(int(report["non_finite"].sum()) for report in reports)
-        head[2], head[3] = float(batch.mask.sum()), float((batch.trainable_counts > 0).sum())
+        if parallel_state.get_context_parallel_rank() == 0:
+            head[2], head[3] = float(batch.mask.sum()), float((batch.trainable_counts > 0).sum())
         for index, name in enumerate(ADDED):
             values[index], present[index] = sums.get(name, 0.0), name in sums
         for index, name in enumerate(LARGEST):
@@ -82,8 +86,7 @@ def gather_non_finite_samples(microbatches: list[MicroBatch], reports: list[dict
     """Ids of the samples with a marked row, of all ranks, sorted. Collective; for the rare update that is skipped."""
     names: list[str] = []
     for microbatch, report in zip(microbatches, reports, strict=False):  # only the last stage has reports
-        rows = report["non_finite"].nonzero().flatten().cpu()
-        sequences = torch.bucketize(rows, microbatch.cu_seqlens.cpu(), right=True) - 1
+        sequences = microbatch.sequences.index[report["non_finite"]]
         names += [microbatch.sample_ids[i] for i in sequences.unique().tolist()]
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, names)
@@ -95,6 +98,23 @@ def all_ranks_agree(condition: bool) -> bool:
     agreed = torch.tensor([int(condition)], device=device())
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return bool(agreed.item())
+
+
+def rows_of_all_ranks(rows: np.ndarray) -> np.ndarray:
+    """float32 [*, T], what the last pipeline stage has of each token, whichever context-parallel rank had its row.
+
+    Collective over the model replica. Each token is one rank's, and 0 on the others, so that the sum is exact; stages
+    before the last may pass anything.
+    """
+    from megatron.core import parallel_state
+
+    tensor = torch.from_numpy(rows).to(device())
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(tensor, group=parallel_state.get_context_parallel_group())
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(tensor, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    return tensor.cpu().numpy()
 
 
 def sum_over_context() -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -179,13 +179,13 @@ def _synchronous_strategy(files: FileSystem) -> Any:
 
 
 def _layout() -> list[int]:
-    """[tensor, pipeline, data] parallel sizes."""
+    """[tensor, pipeline, context x data] parallel sizes."""
     from megatron.core import parallel_state
 
     return [
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
     ]
 
 
@@ -232,6 +232,6 @@ def _rng_object(states: dict[str, Any] | None) -> Any:
     place = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
     return ShardedObject("rng", states, tuple(_layout()), place, replica_id=0)

@@ -7,7 +7,7 @@ aim at (advantages and weights) is in `step_targets`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,10 +96,15 @@ def _deal_groups(table: Mapping[str, np.ndarray], cfg: Config, step: int) -> lis
 
 
 def _update(rows: np.ndarray, table: Mapping[str, np.ndarray], tokens: np.ndarray, cfg: Config) -> Update:
-    plan = plan_microbatches(
-        table["prompt_length"][rows] + table["response_length"][rows],
+    return Update(rows, tokens[rows], plan_lengths(table["prompt_length"][rows] + table["response_length"][rows], cfg))
+
+
+def plan_lengths(lengths: Sequence[int] | np.ndarray, cfg: Config) -> Plan:
+    """`plan_microbatches` of sequences of so many tokens, with cap and layout of the run."""
+    return plan_microbatches(
+        lengths,
         dp_size=cfg.parallel.data_parallel_size,
         max_tokens=cfg.algorithm.max_tokens_per_microbatch,
         multiple_of=cfg.parallel.microbatch_multiple,
+        sequence_multiple=cfg.parallel.sequence_multiple,
     )
-    return Update(rows, tokens[rows], plan)

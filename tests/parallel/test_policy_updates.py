@@ -184,15 +184,15 @@ def _weight_decay(cfg: Any, dp_rank: int) -> Any:
 
 def _sharing(cfg: Any, dp_rank: int) -> Any:
     from megatron_rl.policy.distributed import is_data_parallel_leader
-    from megatron_rl.policy.exchange import broadcast_to_model_parallel, sum_over_data_parallel
+    from megatron_rl.policy.exchange import broadcast_to_replica, sum_over_data_parallel
 
     total = sum_over_data_parallel(np.array([[1.0, dp_rank], [2.0**53, -dp_rank]]))
     replicas = cfg.parallel.data_parallel_size
     added = total.tolist() == [[replicas, sum(range(replicas))], [replicas * 2.0**53, -sum(range(replicas))]]
     shard = f"shard {dp_rank}".encode() * 1000
     leader = is_data_parallel_leader()
-    received = broadcast_to_model_parallel(shard if leader else None)
-    return received == shard, broadcast_to_model_parallel(b"" if leader else None), added
+    received = broadcast_to_replica(shard if leader else None)
+    return received == shard, broadcast_to_replica(b"" if leader else None), added
 
 
 def _failure_on_rank_zero(cfg: Any, dp_rank: int) -> Any:

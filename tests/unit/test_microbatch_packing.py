@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.policy.batch import TOKEN_FIELDS, SequenceBatch
 from megatron_rl.policy.microbatch import plan_microbatches
-from megatron_rl.policy.packing import pack, unpack
+from megatron_rl.policy.packing import RowShare, pack, unpack
 
 
 def make_batch(lengths, seed=0, **overrides) -> SequenceBatch:
@@ -33,7 +33,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=10)
 def test_rows_read_a_token_and_carry_what_belongs_to_the_next(lengths, multiple, seed):
     batch = make_batch(lengths, seed)
     order = np.random.default_rng(seed).permutation(len(lengths))
-    packed = pack(batch, order, multiple)
+    packed = pack(batch, order, RowShare(total_multiple=multiple))
     assert packed.num_rows % multiple == 0
     temperature = torch.as_tensor(packed.temperature).expand(packed.num_rows)
     row = 0
@@ -54,7 +54,7 @@ def test_rows_read_a_token_and_carry_what_belongs_to_the_next(lengths, multiple,
 @given(LENGTHS, st.integers(1, 8), st.integers(0, 99))
 def test_every_row_knows_its_sequence_and_every_sequence_its_trainable_tokens(lengths, multiple, seed):
     batch = make_batch(lengths, seed)
-    packed = pack(batch, range(len(lengths)), multiple)
+    packed = pack(batch, range(len(lengths)), RowShare(total_multiple=multiple))
     starts, sequences = packed.sequence_starts, packed.sequences
     assert [*starts, packed.num_rows] == packed.cu_seqlens.tolist()
     assert torch.equal(
@@ -74,7 +74,7 @@ def test_a_temperature_shared_by_all_sequences_is_one_number(temperature):
 
 @given(LENGTHS, st.integers(1, 8))
 def test_sequence_borders_cover_all_rows(lengths, multiple):
-    packed = pack(make_batch(lengths), range(len(lengths)), multiple)
+    packed = pack(make_batch(lengths), range(len(lengths)), RowShare(total_multiple=multiple))
     segments = packed.cu_seqlens.diff()
     assert packed.cu_seqlens[0] == 0
     assert packed.cu_seqlens[-1] == packed.num_rows
@@ -90,7 +90,7 @@ def test_outputs_return_in_input_order_aligned_with_tokens(lengths, dp_size, cap
     plan = plan_microbatches(lengths, dp_size, cap)
     for rank in range(dp_size):
         local = batch.select(plan.sequences(rank))
-        packed = [pack(local, indices, multiple) for indices in plan.local(rank)]
+        packed = [pack(local, indices, RowShare(total_multiple=multiple)) for indices in plan.local(rank)]
         outputs = unpack([(m, m.targets.float()) for m in packed], local.num_tokens)
         not_first = np.ones(local.num_tokens, dtype=bool)
         not_first[local.offsets[:-1]] = False
@@ -103,12 +103,12 @@ def test_rows_stay_within_a_cap_that_is_a_multiple(lengths, multiple, factor):
     cap = multiple * max(factor, 12)
     batch = make_batch(lengths)
     for indices in plan_microbatches(lengths, 1, cap).local(0):
-        assert pack(batch, indices, multiple).num_rows <= cap
+        assert pack(batch, indices, RowShare(total_multiple=multiple)).num_rows <= cap
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_an_empty_microbatch_is_one_masked_dummy(multiple):
-    packed = pack(make_batch([3]), [], multiple)
+    packed = pack(make_batch([3]), [], RowShare(total_multiple=multiple))
     assert packed.num_rows == multiple
     assert packed.targets.tolist() == [-1] * multiple
     assert packed.cu_seqlens.tolist() == [0, multiple]
@@ -122,7 +122,7 @@ def test_values_at_masked_positions_never_reach_a_row(garbage):
     dirty = clean.with_arrays(
         **{name: np.where(clean.mask, getattr(clean, name), np.float32(garbage)) for name in TOKEN_FIELDS}
     )
-    packed_clean, packed_dirty = pack(clean, [0, 1, 2], 4), pack(dirty, [0, 1, 2], 4)
+    packed_clean, packed_dirty = (pack(b, [0, 1, 2], RowShare(total_multiple=4)) for b in (clean, dirty))
     for name in TOKEN_FIELDS:
         assert torch.equal(getattr(packed_clean, name), getattr(packed_dirty, name))
 

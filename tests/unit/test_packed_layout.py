@@ -27,20 +27,20 @@ def test_positions_count_from_the_start_of_every_sequence(lengths: list[int], be
 def test_unpad_inverts_pad_and_rows_keep_their_sequence(lengths: list[int], behind: int) -> None:
     layout = layout_of(lengths, behind)
     tokens = torch.arange(sum(lengths) + behind)
-    padded = pad(tokens, layout)
-    assert torch.equal(unpad(padded, layout), tokens)
+    padded = pad(tokens, layout.keys)
+    assert torch.equal(unpad(padded, layout.keys), tokens)
     sequence = torch.arange(len(lengths) + 1).repeat_interleave(torch.tensor([*lengths, behind]))
     for bucket in layout.buckets:
-        rows = sequence[padded[bucket.rows]].view(bucket.count, bucket.length)
+        rows = sequence[padded[bucket.rows()]].view(bucket.count, bucket.length)
         assert (rows == rows[:, :1]).all()
-        real = ~layout.padding[bucket.rows].view(bucket.count, bucket.length)
+        real = ~layout.keys.unused[bucket.rows()].view(bucket.count, bucket.length)
         assert (real.int().diff(dim=1) <= 0).all()  # real tokens first, in order
-        assert (padded[bucket.rows].view(bucket.count, -1).diff(dim=1)[real[:, 1:]] == 1).all()
+        assert (padded[bucket.rows()].view(bucket.count, -1).diff(dim=1)[real[:, 1:]] == 1).all()
 
 
 @given(lengths_of)
 def test_padding_at_most_doubles_the_tokens(lengths: list[int]) -> None:
-    assert len(layout_of(lengths).sources) <= 2 * sum(lengths)
+    assert len(layout_of(lengths).keys.sources) <= 2 * sum(lengths)
 
 
 def test_skewed_lengths_are_attended_in_buckets_and_similar_ones_together() -> None:
@@ -58,8 +58,8 @@ def test_gradients_pass_through_padding_exactly() -> None:
     layout = layout_of([3, 50, 1, 2], behind=2)
     x = torch.randn(58, 2, 4, dtype=torch.float64, requires_grad=True)
     # A padding row must not send gradient to the token it repeats: rows are weighted before they are dropped.
-    weight = torch.randn(len(layout.sources), 1, 1, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: unpad(pad(x, layout) * weight, layout), (x,), fast_mode=True)
+    weight = torch.randn(len(layout.keys.sources), 1, 1, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: unpad(pad(x, layout.keys) * weight, layout.keys), (x,), fast_mode=True)
 
 
 def test_rotation_is_transformers_rotation_and_its_gradient_turns_back() -> None:
