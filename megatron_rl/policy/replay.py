@@ -153,6 +153,7 @@ class RoutingPass:
 
     Attributes:
         tally: what was counted so far on this rank.
+        replays: whether there are sets to use.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class RoutingPass:
     ) -> None:
         self.routing, self._batch, self._record, self._backward = routing, batch, record, backward
         self._replay, self._compare = replay, compare
+        self.replays = replay is not None
         self._layers = sorted(choice.layer for choices in routing.choices.values() for choice in choices)
         device = next((p.device for chunk in routing.choices for p in chunk.parameters()), torch.device("cpu"))
         shape = routing.shape

@@ -1,0 +1,122 @@
+"""How a policy's routers run in each of its passes, as section `moe` says, and what is told about them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from megatron_rl.policy.batch import Routes, SequenceBatch
+from megatron_rl.policy.exchange import sum_over_data_parallel
+from megatron_rl.policy.replay import Routing, RoutingPass
+from megatron_rl.policy.routing_tally import reduce_tally, sequence_mismatch
+
+if TYPE_CHECKING:
+    from megatron_rl.config import Config, HfConfig
+
+
+@dataclass(frozen=True)
+class RoutingFound:
+    """What the pass before the updates found; nothing in a dense model.
+
+    Attributes:
+        old_routes: the live choices of this rank's layers and rows.
+        mismatch: float32 [S], see `SequenceBatch.routing_mismatch`; None without routes of the engine.
+        metrics: equal on all ranks.
+    """
+
+    old_routes: Routes | None = None
+    mismatch: np.ndarray | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Routers:
+    """All routers of a policy on this rank; none in a dense model, where passes are None and nothing is found."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], hf: HfConfig, cfg: Config) -> None:
+        self._mode, self._limit, self._names = cfg.moe.routing_replay, cfg.moe.max_routing_mismatch, hf.moe_layers
+        self._routing: Routing | None = None
+        if hf.moe is not None:
+            shard = (0, 1)
+            if cfg.parallel.sequence_parallel:
+                shard = (
+                    parallel_state.get_tensor_model_parallel_rank(),
+                    parallel_state.get_tensor_model_parallel_world_size(),
+                )
+            self._routing = Routing(chunks, hf, shard)
+
+    @contextmanager
+    def before_updates(self, batch: SequenceBatch) -> Iterator[RoutingPass | None]:
+        """The pass for old log-probs: R3 replays the engine's sets, all others route live; choices are recorded."""
+        if self._routing is None:
+            yield None
+            return
+        engine = {} if batch.routes is None else {"engine": batch.routes}
+        replay = batch.routes if self._mode == "R3" else None
+        with self._routing.begin(batch, replay=replay, compare=engine, record=True) as run:
+            yield run
+
+    def found(self, run: RoutingPass | None) -> RoutingFound:
+        """What `before_updates` found. Collective over all ranks."""
+        if run is None:
+            return RoutingFound()
+        metrics: dict[str, float] = {}
+        mismatch = None
+        if "engine" in run.tally.compared:
+            metrics = reduce_tally(run.tally, len(self._names)).mismatch_metrics("engine", self._names)
+            mismatch = sequence_mismatch(run.tally, "engine")
+            if self._limit is not None:
+                rejected = sum_over_data_parallel(np.array([rejected_by_routing(mismatch, self._limit).sum()]))
+                metrics["routing/rejected_sequences"] = float(rejected[0])
+        return RoutingFound(run.recorded(), mismatch, metrics)
+
+    @contextmanager
+    def updating(self, batch: SequenceBatch, replays: bool) -> Iterator[RoutingPass | None]:
+        """The pass of an update.
+
+        Args:
+            replays: use the sets that `moe.routing_replay` names; live ones otherwise.
+
+        Raises:
+            ValueError: the batch does not have those sets.
+        """
+        if self._routing is None:
+            yield None
+            return
+        replay = {"R2": batch.old_routes, "R3": batch.routes}.get(self._mode) if replays else None
+        if replays and self._mode != "off" and replay is None:
+            missing, source = ("old_routes", "log_probs") if self._mode == "R2" else ("routes", "the engine")
+            raise ValueError(
+                f"moe.routing_replay={self._mode}, but SequenceBatch.{missing} is not set: {source} has them"
+            )
+        compare = {} if batch.old_routes is None else {"old": batch.old_routes}
+        if batch.routes is not None and batch.routing_mismatch is None:  # no pass before this one has compared them
+            compare["engine"] = batch.routes
+        with self._routing.begin(batch, replay=replay, compare=compare, backward=True) as run:
+            yield run
+
+    def metrics(self, run: RoutingPass | None) -> dict[str, float]:
+        """Of an update, equal on all ranks. Collective over all ranks."""
+        if run is None:
+            return {}
+        counts = reduce_tally(run.tally, len(self._names))
+        found = counts.router_metrics(self._names)
+        for name in run.tally.compared:
+            found |= counts.mismatch_metrics(name, self._names)
+        if run.replays:
+            found["routing/live_rows"] = float(counts.fallbacks.mean())
+        return found
+
+
+def rejected_by_routing(mismatch: np.ndarray, limit: float) -> np.ndarray:
+    """bool [S], sequences whose `SequenceBatch.routing_mismatch` is above `moe.max_routing_mismatch`; not where unknown.
+
+    >>> rejected_by_routing(np.array([0.1, 0.3, np.nan]), 0.2).tolist()
+    [False, True, False]
+    """
+    return mismatch > limit
