@@ -17,6 +17,7 @@ plain SUMS over micro-batches and data-parallel ranks. Megatron would scale them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -33,6 +34,8 @@ from megatron_rl.weights.mapping import unwrap
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from megatron_rl.policy.replay import RoutingPass
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,12 @@ class LogProbHead:
 
 
 def run_schedule(
-    chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch], head: Head, *, forward_only: bool
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[MicroBatch],
+    head: Head,
+    *,
+    forward_only: bool,
+    routing: RoutingPass | None = None,
 ) -> list[Any]:
     """All micro-batches through all pipeline stages, backward too unless `forward_only`. Collective.
 
@@ -171,6 +179,7 @@ def run_schedule(
         chunks: this rank's model chunks (data-parallel wrappers when gradients are wanted).
         microbatches: of this data-parallel rank, the same objects on all its model-parallel ranks.
         head: `LossHead`, or `LogProbHead` with `forward_only`.
+        routing: what the routers of a mixture of experts do; None: they choose, and nobody looks.
 
     Returns:
         The head's report of every micro-batch, in order, on the last pipeline stage; an empty list on the others.
@@ -179,7 +188,7 @@ def run_schedule(
 
     iterators = [iter(microbatches) for _ in chunks]  # every virtual stage goes through all of them
     reports: list[Any] = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, head),
+        forward_step_func=partial(_forward_step, head, routing),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(microbatches),
@@ -199,10 +208,12 @@ def sum_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **opt
     finalize_model_grads(model, None, **options)
 
 
-def _forward_step(head: Head, microbatches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    microbatch = next(microbatches)
-    output = model(microbatch.tokens, microbatch.position_ids, None, packed_seq_params=microbatch.packed_seq_params)
-    bare = unwrap(model)
+def _forward_step(
+    head: Head, routing: RoutingPass | None, microbatches: Iterator[MicroBatch], model: torch.nn.Module
+) -> tuple[Tensor, Any]:
+    microbatch, bare = next(microbatches), unwrap(model)
+    with routing.forward(microbatch, bare) if routing is not None else nullcontext():
+        output = model(microbatch.tokens, microbatch.position_ids, None, packed_seq_params=microbatch.packed_seq_params)
     return output, partial(head, microbatch, bare.output_weight if bare.post_process else None)
 
 

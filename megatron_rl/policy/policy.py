@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import finalise_metrics
 from megatron_rl.config import Config, HfConfig, read_hf_config
 from megatron_rl.policy import checkpoint
-from megatron_rl.policy.batch import SequenceBatch
+from megatron_rl.policy.batch import Routes, SequenceBatch
 from megatron_rl.policy.checkpoint import CheckpointError, first_line
 from megatron_rl.policy.distributed import device, peer_failure
 from megatron_rl.policy.exchange import on_every_rank, on_rank_zero
@@ -50,6 +50,8 @@ from megatron_rl.weights.load import load_hf_weights
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+    from megatron_rl.policy.replay import RoutingPass
+
 logger = logging.getLogger(__name__)
 
 SFT = LossSpec(kind="nll")
@@ -61,10 +63,16 @@ class PolicyError(RuntimeError):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Per-token results of a forward pass, float32 [T], aligned with `batch.tokens`; 0 where not trainable."""
+    """Per-token results of a forward pass, float32 [T], aligned with `batch.tokens`; 0 where not trainable.
+
+    With experts also `old_routes` and `routing_mismatch` of the batch, and metrics of the routing.
+    """
 
     log_probs: np.ndarray
     entropy: np.ndarray | None
+    old_routes: Routes | None = None
+    routing_mismatch: np.ndarray | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,8 @@ class Policy:
     def __init__(self, chunks: Sequence[GPTModel], hf: HfConfig, cfg: Config) -> None:
         from megatron.core import parallel_state
 
+        from megatron_rl.policy.routing import Routers
+
         self.chunks = list(chunks)
         self.hf, self._cfg = hf, cfg
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
@@ -105,6 +115,7 @@ class Policy:
             cfg.loss.chunk_tokens,
             cfg.loss.logprob_backend,
         )
+        self._routers = Routers(self.chunks, hf, cfg)
         self._wrapped = wrap_for_gradients(self.chunks, cfg.parallel.use_distributed_optimizer)
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = sum_gradients
@@ -138,13 +149,27 @@ class Policy:
             plan: of `plan_microbatches`, the same on all ranks.
 
         Returns:
-            The same arrays on every rank of the model-parallel group.
+            The same arrays on every rank of the model replica; old_routes are those of this rank's layers and rows.
         """
+        with self._routers.before_updates(batch) as routing:
+            rows = self._forward(batch, plan, with_entropy, routing)
+        found = self._routers.found(routing)
+        entropy = rows[1] if with_entropy else None
+        return LogProbs(rows[0], entropy, found.old_routes, found.mismatch, found.metrics)
+
+    def _forward(
+        self, batch: SequenceBatch, plan: Plan, with_entropy: bool, routing: RoutingPass | None = None
+    ) -> np.ndarray:
+        """float32 [1 or 2, T], log-probs and entropy."""
         microbatches = self._pack(batch, plan)
         self._set_training(False)
         with torch.no_grad():
             reports = run_schedule(
-                self._wrapped, microbatches, LogProbHead(self._projection, with_entropy), forward_only=True
+                self._wrapped,
+                microbatches,
+                LogProbHead(self._projection, with_entropy),
+                forward_only=True,
+                routing=routing,
             )
         columns = 2 if with_entropy else 1
         rows = np.zeros((columns, batch.num_tokens), dtype=np.float32)
@@ -152,8 +177,7 @@ class Policy:
             for column in range(columns):
                 outputs = ((m, report[column]) for m, report in zip(microbatches, reports, strict=True))
                 rows[column] = unpack(outputs, batch.num_tokens)
-        rows = rows_of_all_ranks(rows)
-        return LogProbs(rows[0], rows[1] if with_entropy else None)
+        return rows_of_all_ranks(rows)
 
     def freeze_reference(self) -> None:
         """Make the current weights the reference policy, if the loss has a KL term; to be called before RL begins."""
@@ -173,7 +197,7 @@ class Policy:
             assert cached is not None
             return cached
         with self.reference.swapped_in():
-            log_probs = self.log_probs(batch, plan).log_probs
+            log_probs = self._forward(batch, plan, with_entropy=False)[0]  # the reference routes live
         self._reference_cache.put(batch, log_probs)
         return log_probs
 
@@ -192,7 +216,7 @@ class Policy:
         Raises:
             PolicyError: too many updates in a row were skipped; names the samples.
         """
-        totals = self._accumulate_and_apply(batch, plan, spec, with_entropy)
+        totals, routing = self._accumulate_and_apply(batch, plan, spec, with_entropy, replays=True)
         metrics = finalise_metrics(totals.sums, totals.counts) | {
             "policy/tokens": float(totals.counts.tokens),
             "policy/sequences": float(totals.counts.sequences),
@@ -200,13 +224,14 @@ class Policy:
             "optimizer/grad_norm": totals.grad_norm,
             "optimizer/lr": self.learning_rate,
             "optimizer/skipped": float(not totals.finite),
+            **routing,
         }
         return StepResult(metrics, totals.grad_norm, not totals.finite)
 
     def sft_step(self, batch: SequenceBatch, plan: Plan, learning_rate: float) -> StepResult:
         """One supervised update: `-Σ weight * log_prob` of the trainable tokens, otherwise as `train_step`."""
         self.set_learning_rate(learning_rate)
-        totals = self._accumulate_and_apply(batch, plan, SFT, with_entropy=False)
+        totals, _ = self._accumulate_and_apply(batch, plan, SFT, with_entropy=False, replays=False)
         metrics = {
             "sft/loss": float(totals.sums["loss"]),
             "sft/grad_norm": totals.grad_norm,
@@ -224,20 +249,23 @@ class Policy:
         """Forget the optimizer's moments, so that RL does not start with those of the supervised warm-up."""
         self.optimizer.reset_state()
 
-    def _accumulate_and_apply(self, batch: SequenceBatch, plan: Plan, spec: LossSpec, with_entropy: bool) -> Totals:
-        """Gradients, agreement of all ranks that everything is finite, and then the update."""
+    def _accumulate_and_apply(
+        self, batch: SequenceBatch, plan: Plan, spec: LossSpec, with_entropy: bool, replays: bool
+    ) -> tuple[Totals, dict[str, float]]:
+        """Gradients, agreement of all ranks that everything is finite, then the update; and metrics of the routing."""
         microbatches = self._pack(batch, plan)
         self._set_training(True)
         self.optimizer.zero_grad()
         head = LossHead(spec, self._projection, with_entropy, sum_over_context())
-        reports = run_schedule(self._wrapped, microbatches, head, forward_only=False)
+        with self._routers.updating(batch, replays) as routing:
+            reports = run_schedule(self._wrapped, microbatches, head, forward_only=False, routing=routing)
         totals = reduce_reports(batch, reports, self.optimizer.gradient_norm())
         if totals.finite:
             self.optimizer.apply(totals.grad_norm)
             self._skipped_in_a_row = 0
         else:
             self._skip(microbatches, reports, totals)
-        return totals
+        return totals, self._routers.metrics(routing)
 
     def _skip(self, microbatches: list[MicroBatch], reports: list[Any], totals: Totals) -> None:
         """Name the samples; end the run when this happens too often."""

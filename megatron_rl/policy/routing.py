@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron_rl.policy.batch import Routes, SequenceBatch
 from megatron_rl.policy.exchange import sum_over_data_parallel
 from megatron_rl.policy.replay import Routing, RoutingPass
+from megatron_rl.policy.routes import rejected_by_routing
 from megatron_rl.policy.routing_tally import reduce_tally, sequence_mismatch
 
 if TYPE_CHECKING:
@@ -111,12 +112,3 @@ class Routers:
         if run.replays:
             found["routing/live_rows"] = float(counts.fallbacks.mean())
         return found
-
-
-def rejected_by_routing(mismatch: np.ndarray, limit: float) -> np.ndarray:
-    """bool [S], sequences whose `SequenceBatch.routing_mismatch` is above `moe.max_routing_mismatch`; not where unknown.
-
-    >>> rejected_by_routing(np.array([0.1, 0.3, np.nan]), 0.2).tolist()
-    [False, True, False]
-    """
-    return mismatch > limit
