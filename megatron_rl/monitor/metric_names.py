@@ -80,7 +80,7 @@ METRICS: tuple[MetricInfo, ...] = (
         "rollout/pool_age_mean", "versions that their oldest token is behind", "versions", "such groups", _OFF_POLICY
     ),
     MetricInfo("rollout/pool_age_max", "largest such age", "versions", _ONE, _OFF_POLICY),
-    MetricInfo("system/retries", "requests sent again after a transport error", "requests", _ONE),
+    MetricInfo("system/retries", "requests sent again: a replica failed, was silent or had no room", "requests", _ONE),
     MetricInfo("rollout/epoch", "passes over the prompts so far", "epochs", _ONE),
     MetricInfo("policy/loss", "policy loss that was minimised", "loss", "as the loss is normalised"),
     MetricInfo("policy/entropy", "entropy over the whole vocabulary", "nats", _TOKENS),

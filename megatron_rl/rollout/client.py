@@ -3,6 +3,8 @@
     generate -> gate -> first segments of all samples in one request -> each unfinished sample by itself, one by one
                               |  answer: tokens are appended to the sample, the only place where they are kept
                               |  connection failed, replica out or silent: the same segment again, elsewhere
+                              |  HTTP 5xx, or unreadable: elsewhere; the end when another replica does the same
+                              |  HTTP 429, 503: again after a pause, elsewhere if another one serves
                               |  suspended: aborted; what the engine has by then is appended, and generate returns
 
 A segment is appended whole and once, or not at all: an answer belongs to one request of one name, and a request that
@@ -24,10 +26,13 @@ import numpy as np
 from .exchange import Exchange
 from .flights import Flight, Run, Runs
 from .protocol import (
+    EngineBusy,
     EngineError,
     Generation,
     GenerationAborted,
     Prompt,
+    ProtocolError,
+    ReplicaError,
     RequestLost,
     SamplingSettings,
     TransportError,
@@ -39,6 +44,8 @@ from .sample import Sample, group_of
 
 log = logging.getLogger(__name__)
 LOST_PAUSE_S = 0.2
+BUSY_PAUSES_S = (0.25, 4.0)
+"""The first pause of a request for which there is no room, and the longest one; they double."""
 
 
 class Engines(Protocol):
@@ -61,8 +68,8 @@ class Limits:
     """How requests are cut and how long is waited.
 
     segment_tokens: longest part of a response that one request generates. context_length: tokens that a sequence may
-    have, prompt included; None = the engine says so. request_timeout_s: from sending a request to its answer; and, a
-    time of its own, how long requests wait when no replica serves. retries: further attempts of one segment after
+    have, prompt included; None = the engine says so. request_timeout_s: from sending a request to its answer; and,
+    times of their own, how long requests wait when no replica serves or has room. retries: further attempts after
     failures of replicas ... patience_s: ... and as many more as fit into this time, in which an engine may restart; it
     also is the least wait for a replica to serve.
     """
@@ -168,6 +175,9 @@ class EngineClient:
             except RequestLost as error:
                 jobs[0].fail(error)
                 await asyncio.sleep(LOST_PAUSE_S)
+            except EngineBusy as error:
+                self.transport_errors += 1
+                await run.pause(jobs[0].pause(error))
             except TransportError as error:
                 self.transport_errors += 1
                 log.info("%s; what is missing is generated elsewhere or later", error)
@@ -186,17 +196,27 @@ class EngineClient:
     async def _attempt(self, run: Run, jobs: list[Job]) -> list[Generation] | None:
         """One request to a replica that serves; None when the run was suspended before there was one.
 
-        Raises TransportError when the replica or its weights turn out to be bad.
+        Raises TransportError when the replica or its weights turn out to be bad, ReplicaError when there is no other
+        one, or another one failed at the same request in the same way.
         """
         group = group_of(jobs[0].sample.id)
         while True:
-            url = self.replicas.router.take(group, len(jobs))
+            url = self.replicas.router.take(group, len(jobs), jobs[0].busy)
             if url is not None:
                 try:
                     return await self._ask(run, url, [job.prompt() for job in jobs])
                 except TransportError as error:
                     self.replicas.failed(url, str(error))
                     raise
+                except EngineBusy:
+                    jobs[0].busy = url
+                    raise
+                except ReplicaError as error:
+                    if len(self.replicas.states) == 1:
+                        raise
+                    self.replicas.failed(url, str(error), rests=True)
+                    jobs[0].require_first(url, error)
+                    raise TransportError(str(error)) from error
                 finally:
                     self.replicas.router.left(url, len(jobs))
             if not await self._a_replica_serves(run):
@@ -226,7 +246,9 @@ class EngineClient:
         try:
             async with asyncio.timeout(self._limits.request_timeout_s) as flight.deadline:
                 answers = await self._exchange.generate(url, prompts)
-        except (TransportError, RequestLost):
+        except ProtocolError:  # it has answered, so nothing runs
+            raise
+        except (TransportError, EngineBusy, ReplicaError, RequestLost):
             self._tell_later(url, rids)  # so that what a broken connection left running takes no room
             raise
         except TimeoutError:
@@ -265,11 +287,18 @@ class EngineClient:
 class Job:
     """One response that is being generated."""
 
-    __slots__ = ("_asked", "_failing_since", "_failures", "_limits", "_settings", "sample")
+    __slots__ = (
+        "_asked", "_busy_since", "_failing_since", "_failures", "_faults", "_limits", "_pause_s", "_settings",
+        "busy", "sample",
+    )  # fmt: skip
 
     def __init__(self, sample: Sample, settings: SamplingSettings, limits: Limits) -> None:
         self.sample, self._settings, self._limits = sample, settings, limits
         self._failures, self._failing_since, self._asked = 0, 0.0, 0
+        self._faults: dict[type[ReplicaError], tuple[str, ReplicaError]] = {}
+        self._busy_since, self._pause_s = 0.0, 0.0
+        self.busy: str | None = None
+        """The replica that had no room for it last."""
 
     def complete(self) -> bool:
         """Finish the sample if it may have no more tokens; whether it is finished."""
@@ -291,7 +320,8 @@ class Job:
         aborted = answer.finish_reason == "abort"
         if len(answer.tokens):
             self.sample.append(answer.tokens, answer.log_probs, answer.spans)
-            self._failures = 0
+            self._failures, self._pause_s, self.busy = 0, 0.0, None
+            self._faults.clear()
         elif aborted and not suspended:
             self.fail(GenerationAborted(f"{self.sample.id} was aborted by its engine: {answer.message}"))
         whole_segment = answer.finish_reason == "length" and len(answer.tokens) == self._asked
@@ -307,6 +337,22 @@ class Job:
         self._failures += 1
         if self._failures > self._limits.retries and now - self._failing_since >= self._limits.patience_s:
             raise error
+
+    def require_first(self, url: str, error: ReplicaError) -> None:
+        """The replica at `url` failed so; raises when another one has: then it is the request, or the weights."""
+        other, earlier = self._faults.setdefault(type(error), (url, error))
+        if other != url:
+            raise type(error)(f"{error}; at the same request before: {earlier}")
+
+    def pause(self, error: EngineBusy) -> float:
+        """Seconds to wait for room; raises `error` when there has been none for too long."""
+        now, first, longest = asyncio.get_running_loop().time(), *BUSY_PAUSES_S
+        self._busy_since = self._busy_since if self._pause_s else now
+        patience_s = max(self._limits.request_timeout_s, self._limits.patience_s)
+        if now - self._busy_since >= patience_s:
+            raise EngineBusy(f"{error}; no engine had room for {patience_s:g} s (rollout.request_timeout_s)")
+        self._pause_s = min(2 * self._pause_s or first, longest)
+        return self._pause_s
 
     @property
     def _room(self) -> int:

@@ -11,9 +11,11 @@ from typing import Protocol
 import aiohttp
 
 from .protocol import (
+    EngineBusy,
     EngineError,
     Generation,
     Prompt,
+    ReplicaError,
     RequestLost,
     TransportError,
     generate_request,
@@ -31,7 +33,9 @@ class Exchange(Protocol):
         """Answers in the order of `prompts`; waits as long as it takes. Cancelling closes the connection.
 
         Raises:
-            TransportError: the connection failed, or HTTP 502 or 503.
+            TransportError: the connection failed, or HTTP 502.
+            EngineBusy: HTTP 429 or 503.
+            ReplicaError: any other HTTP 5xx.
             ProtocolError, GenerationAborted: see `parse_generations`.
             RequestLost: the worker died, or the engine still has a request of this name.
             EngineError: the engine refused; its message is carried.
@@ -80,11 +84,7 @@ class HttpExchange:
         if response.status == 200:
             return answer
         text = error_text(answer)
-        if response.status in (502, 503):
-            raise TransportError(f"engine {url}: /generate: HTTP {response.status}: {text}")
-        # One of an earlier process of ours, which the engine has not given up yet.
-        kind = RequestLost if "Duplicate request ID" in text else EngineError
-        raise kind(f"engine {url}: /generate refused with HTTP {response.status}: {text}")
+        raise _kind(response.status, text)(f"engine {url}: /generate refused with HTTP {response.status}: {text}")
 
     async def abort(self, url: str, rids: Sequence[str]) -> None:
         """See `Exchange`."""
@@ -96,3 +96,13 @@ class HttpExchange:
         assert self._session is not None
         async with self._session.post(f"{url}/abort_request", json={"rid": rid}) as response:
             await response.read()
+
+
+def _kind(status: int, text: str) -> type[EngineError]:
+    if status in (429, 503):
+        return EngineBusy
+    if status == 502:
+        return TransportError
+    if "Duplicate request ID" in text:
+        return RequestLost  # one of an earlier process of ours, which the engine has not given up yet
+    return ReplicaError if status >= 500 else EngineError

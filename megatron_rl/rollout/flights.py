@@ -79,6 +79,14 @@ class Run:
         awaited.result()
         return True
 
+    async def pause(self, seconds: float) -> None:
+        """Sleep, no longer than until the run is told to stop."""
+        sleeping = asyncio.ensure_future(asyncio.sleep(seconds))
+        try:
+            await self.before_suspension(sleeping)
+        finally:
+            sleeping.cancel()
+
     def took_off(self, flight: Flight) -> None:
         """A request is on its way."""
         self.flights.add(flight)

@@ -25,11 +25,19 @@ class EngineError(RuntimeError):
 
 
 class TransportError(EngineError):
-    """The connection failed, or something in front of the engine said 502 or 503; the request may be sent again."""
+    """The connection failed, or something in front of the engine said 502; the request may be sent again."""
 
 
-class ProtocolError(EngineError):
-    """An engine's answer does not follow the protocol."""
+class EngineBusy(EngineError):
+    """The engine has no room now (HTTP 429 or 503); the same may be asked for again after a pause."""
+
+
+class ReplicaError(EngineError):
+    """The replica failed at the request (HTTP 5xx), which says nothing against asking another one."""
+
+
+class ProtocolError(ReplicaError):
+    """An engine's answer does not follow the protocol: none of it is used, and another replica may be asked."""
 
 
 class RequestLost(EngineError):

@@ -2,6 +2,7 @@
 
     out (reason) --/ready, right model, published version, its checksum--> serving
        ^___ connection failed | silent | wrong version | not updated ________|
+       ^___ failed at a request, or its answer cannot be read: for a while __|
 
 A replica that is up but was not given the published weights is named in `needs_weights`, since nothing that is done
 here helps it. Its label and checksum alone do not bring it back, as it may be paused in an update that failed: the
@@ -33,6 +34,9 @@ POLL_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 SILENT_S = 30.0
 """A replica that answers nothing for so long, not even /ready, is out. A busy one may take seconds."""
+REST_S = 30.0
+"""A replica that can be reached, but failed at a request, is out for so long, or until another process is in its place:
+what is looked at here would bring it back at once."""
 LATE_S = 0.5
 """A timeout that comes so much later says nothing about the replica."""
 CHECKSUM_TIMEOUT_S = 120.0
@@ -62,6 +66,8 @@ class Replica:
     """It said itself why it must not serve; new weights do not change that."""
     verified: bool = False
     """Since it was last out."""
+    rests_until: float = 0.0
+    """It does not come back earlier."""
     heard_at: float = 0.0
     told: int = 0
     """How often something was said of it. What had been asked before does not count any more."""
@@ -148,17 +154,19 @@ class Replicas:
 
     def _given_weights(self, replica: Replica, repaired: bool) -> None:
         """One that was repaired may be out for its connection by now; what is unfit must first be seen to be fit."""
-        put_back = not replica.unfit and (replica.needs_weights or not repaired)
+        put_back = not replica.unfit and not self._rests(replica) and (replica.needs_weights or not repaired)
         replica.lacks_weights, replica.needs_weights = "", False
         if put_back:
             self._put_back(replica)
 
-    def failed(self, url: str, reason: str) -> None:
-        """A request met this; the replica is out until it is verified."""
-        if self._replicas[url].serving:  # else the reason is known: later failures follow from it
-            self._replicas[url].told += 1
-            self._take_out(self._replicas[url], reason)
-            self._replicas[url].look.set()
+    def failed(self, url: str, reason: str, rests: bool = False) -> None:
+        """A request met this; the replica is out until it is verified, and for `REST_S` if it `rests`."""
+        replica = self._replicas[url]
+        if replica.serving:  # else the reason is known: later failures follow from it
+            replica.told += 1
+            replica.rests_until = self._clock() + REST_S if rests else 0.0
+            self._take_out(replica, reason)
+            replica.look.set()
 
     def heard_of(self, url: str) -> None:
         """It has answered something."""
@@ -225,7 +233,7 @@ class Replicas:
         match problem:
             case None:
                 replica.verified = True
-                if not replica.serving:
+                if not (replica.serving or self._rests(replica)):
                     self._put_back(replica)
             case TimeoutError():
                 if self._clock() - began > PROBE_TIMEOUT_S + LATE_S and replica.serving:
@@ -238,7 +246,7 @@ class Replicas:
                 if isinstance(problem, aiohttp.ClientConnectorError) and isinstance(
                     problem.os_error, ConnectionRefusedError
                 ):
-                    replica.lacks_weights = ""  # nobody listens: what comes back is another process
+                    replica.lacks_weights, replica.rests_until = "", 0.0  # what comes back is another process
             case _NeedsWeights():
                 self._take_out(replica, str(problem))
                 replica.lacks_weights, replica.needs_weights = str(problem), True
@@ -331,6 +339,9 @@ class Replicas:
         if was_serving:
             self._serve()
             self.on_out(replica.url, reason)
+
+    def _rests(self, replica: Replica) -> bool:
+        return self._clock() < replica.rests_until
 
     def _put_back(self, replica: Replica) -> None:
         if not replica.serving:

@@ -33,14 +33,16 @@ class Router:
         """From now on requests go to these only."""
         self._serving = set(urls) & self._load.keys()
 
-    def take(self, key: str, sequences: int) -> str | None:
+    def take(self, key: str, sequences: int, busy: str | None = None) -> str | None:
         """The replica for `key`, None when none serves; they count as its load until they are `left`.
 
-        Requests of one key go to one replica as long as it serves: they share its prefix cache.
+        Requests of one key go to one replica as long as it serves: they share its prefix cache. Only one that is `busy`
+        is left for another, if there is one.
         """
         url = self._home.get(key)
-        if url not in self._serving:
-            url = min((u for u in self._load if u in self._serving), key=self._rank, default=None)
+        if url not in self._serving or url == busy:
+            serving = [u for u in self._load if u in self._serving]
+            url = min([u for u in serving if u != busy] or serving, key=self._rank, default=None)
             if url is None:
                 return None
             self._home[key] = url

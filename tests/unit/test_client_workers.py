@@ -24,12 +24,9 @@ from megatron_rl.rollout.connect import connect
 from megatron_rl.rollout.protocol import (
     EngineError,
     Generation,
-    GenerationAborted,
     Prompt,
-    ProtocolError,
     RequestLost,
     SamplingSettings,
-    TransportError,
 )
 from megatron_rl.rollout.sample import Group, Span, group_name
 from megatron_rl.rollout.wire import decode
@@ -292,7 +289,7 @@ def test_an_answer_survives_the_trip_through_bytes(parts):
         np.testing.assert_equal(other._asdict(), one._asdict())
 
 
-@pytest.mark.parametrize("kind", [EngineError, GenerationAborted, ProtocolError, RequestLost, TransportError])
+@pytest.mark.parametrize("kind", list(frames.KINDS))
 def test_an_error_keeps_its_kind_and_its_words(kind):
     body = frames.failure(1, kind("engine http://a: said no"))
     with pytest.raises(EngineError, match=r"^engine http://a: said no$") as caught:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..protocol import (
+    EngineBusy,
     EngineError,
     Generation,
     GenerationAborted,
     Prompt,
     ProtocolError,
+    ReplicaError,
     RequestLost,
     SamplingSettings,
     TransportError,
@@ -27,7 +29,8 @@ from ..sample import Span
 from ..wire import decode, encode
 
 LENGTH = struct.Struct("<I")
-ERRORS = {kind.__name__: kind for kind in (EngineError, GenerationAborted, ProtocolError, RequestLost, TransportError)}
+KINDS = (EngineBusy, EngineError, GenerationAborted, ProtocolError, ReplicaError, RequestLost, TransportError)
+ERRORS = {kind.__name__: kind for kind in KINDS}
 Arrays = dict[str, Any]
 Values = dict[str, Any]
 
