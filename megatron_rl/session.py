@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from megatron_rl.monitor.result import RunResult
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.exchange import sum_over_data_parallel
 from megatron_rl.policy.microbatch import Plan
-from megatron_rl.policy.policy import Policy, StepResult
+from megatron_rl.policy.policy import LogProbs, Policy, StepResult
 from megatron_rl.policy.sequence_gaps import sequence_gaps
 from megatron_rl.policy.step_batch import LocalUpdate
 from megatron_rl.policy.step_targets import fill_targets
@@ -172,7 +172,7 @@ class Session:
         if mode == "rollout":
             update = update.with_arrays(old_log_probs=batch.behaviour_log_probs)
         elif mode == "recompute":
-            update = update.with_arrays(old_log_probs=self.policy.log_probs(batch, update.plan).log_probs)
+            update = _with_old(update, self.policy.log_probs(batch, update.plan))
         if self.cfg.algorithm.kl_coef:
             update = update.with_arrays(reference_log_probs=self.policy.reference_log_probs(batch, update.plan))
         return update
@@ -204,11 +204,18 @@ class Session:
             checksum = self._publisher.checksum
             self.rollouts.announce(version, sorted(urls), checksum, repaired, self._stop_arrives)
 
-    def record(self, metrics: StepMetrics, table: RolloutTable, results: Sequence[StepResult]) -> None:
+    def record(
+        self,
+        metrics: StepMetrics,
+        table: RolloutTable,
+        updates: Sequence[LocalUpdate],
+        results: Sequence[StepResult],
+    ) -> None:
         """Metrics of the batch and of its updates."""
         self._tokens = int((table.prompt_length + table.response_length).sum())
         metrics.merge(batch_metrics(table))
-        metrics.merge(mean_of_updates([result.metrics for result in results]))
+        found = [{**update.metrics, **result.metrics} for update, result in zip(updates, results, strict=True)]
+        metrics.merge(mean_of_updates(found))
 
     # ------------------------------------------------------------------------------------------------ now and then
 
@@ -360,3 +367,11 @@ class Session:
         while not self._terminated and time.monotonic() < deadline:
             time.sleep(0.05)
         return self._terminated
+
+
+def _with_old(update: LocalUpdate, found: LogProbs) -> LocalUpdate:
+    """What the policy was before the update: log-probs, and with experts their choice."""
+    filled = update.with_arrays(
+        old_log_probs=found.log_probs, old_routes=found.old_routes, routing_mismatch=found.routing_mismatch
+    )
+    return replace(filled, metrics=found.metrics)

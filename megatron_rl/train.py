@@ -87,7 +87,7 @@ def rl_step(s: Session, step: int) -> None:
         with timer.phase("weights"):
             s.publish(step + 1)
         s.rollouts.done(step, s.gaps(table, updates))
-        s.record(metrics, table, results)
+        s.record(metrics, table, updates, results)
         s.evaluate_if_due(step + 1, timer, metrics)
     s.save_if_due(step + 1)
 

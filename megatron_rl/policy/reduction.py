@@ -100,6 +100,13 @@ def all_ranks_agree(condition: bool) -> bool:
     return bool(agreed.item())
 
 
+def largest_of_all_ranks(value: float) -> float:
+    """The largest `value` of any rank. Collective."""
+    found = torch.tensor([value], dtype=torch.float64, device=device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found.item())
+
+
 def rows_of_all_ranks(rows: np.ndarray) -> np.ndarray:
     """float32 [*, T], what the last pipeline stage has of each token, whichever context-parallel rank had its row.
 

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.policy.batch import Routes, SequenceBatch
 from megatron_rl.policy.exchange import sum_over_data_parallel
+from megatron_rl.policy.reduction import largest_of_all_ranks
 from megatron_rl.policy.replay import Routing, RoutingPass
 from megatron_rl.policy.routes import rejected_by_routing
 from megatron_rl.policy.routing_tally import reduce_tally, sequence_mismatch
@@ -71,6 +72,8 @@ class Routers:
         if "engine" in run.tally.compared:
             metrics = reduce_tally(run.tally, len(self._names)).mismatch_metrics("engine", self._names)
             mismatch = sequence_mismatch(run.tally, "engine")
+            if metrics:
+                metrics["routing/mismatch_engine_max"] = largest_of_all_ranks(float(np.nanmax(mismatch, initial=0)))
             if self._limit is not None:
                 rejected = sum_over_data_parallel(np.array([rejected_by_routing(mismatch, self._limit).sum()]))
                 metrics["routing/rejected_sequences"] = float(rejected[0])

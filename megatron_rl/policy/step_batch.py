@@ -8,13 +8,13 @@ aim at (advantages and weights) is in `step_targets`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_rl.config.schema import Config
 
-from .batch import SequenceBatch
+from .batch import Routes, SequenceBatch
 from .microbatch import Plan, plan_microbatches
 
 
@@ -45,19 +45,21 @@ class LocalUpdate:
         update: of all ranks.
         dp_rank: whose share this is.
         batch: its own sequences, those of `update.local(dp_rank)` in that order.
+        metrics: found before the update, equal on all ranks.
     """
 
     update: Update
     dp_rank: int
     batch: SequenceBatch
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
         """Micro-batches of every data-parallel rank."""
         return self.update.plan
 
-    def with_arrays(self, **arrays: np.ndarray | None) -> LocalUpdate:
-        """The same update with per-token arrays filled in, e.g. `old_log_probs`."""
+    def with_arrays(self, **arrays: np.ndarray | Routes | None) -> LocalUpdate:
+        """The same update with optional fields of its batch filled in, e.g. `old_log_probs`."""
         return replace(self, batch=self.batch.with_arrays(**arrays))
 
 

@@ -20,6 +20,7 @@ from megatron_rl.algorithms.spec import AdvantageSpec, LossSpec
 from megatron_rl.config.schema import Config
 
 from .batch import SequenceBatch
+from .routes import rejected_by_routing
 from .step_batch import LocalUpdate, counted_tokens
 
 SumOverReplicas = Callable[[np.ndarray], np.ndarray]
@@ -90,15 +91,23 @@ def _penalised(reward: np.ndarray, local: LocalUpdate, coef: float, total: SumOv
 
 def _filled(local: LocalUpdate, advantages: np.ndarray, cfg: Config, total: SumOverReplicas) -> LocalUpdate:
     update, batch, mine = local.update, local.batch, local.update.local(local.dp_rank)
-    counts = update.tokens
+    counts, rejected = update.tokens, _rejected_by_routing(batch, cfg.moe.max_routing_mismatch)
     if cfg.algorithm.renormalise_after_rejection:
-        counts = total(_at(mine, accepted_tokens(batch, LossSpec.from_config(cfg.algorithm)), len(counts)))
+        kept = accepted_tokens(batch, LossSpec.from_config(cfg.algorithm))
+        counts = total(_at(mine, np.where(rejected, 0, kept), len(counts)))
     weights = token_weights(cfg.algorithm.normalisation, counts, constant=float(cfg.rollout.max_response_tokens))
-    per_token = np.repeat(weights[mine].astype(np.float32), batch.lengths)
+    per_token = np.repeat(np.where(rejected, 0, weights[mine]).astype(np.float32), batch.lengths)
     return local.with_arrays(
         advantages=np.repeat(advantages[update.samples[mine]].astype(np.float32), batch.lengths),
         weights=np.where(batch.mask, per_token, np.float32(0)),
     )
+
+
+def _rejected_by_routing(batch: SequenceBatch, limit: float | None) -> np.ndarray:
+    """bool [S]. The mask stays as it is: GSPO's sums and lengths are those before any rejection."""
+    if limit is None or batch.routing_mismatch is None:
+        return np.zeros(len(batch), dtype=np.bool_)
+    return rejected_by_routing(batch.routing_mismatch, limit)
 
 
 def _at(positions: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

@@ -13,6 +13,7 @@ import pytest
 from megatron_rl.algorithms.advantages import compute_advantages
 from megatron_rl.algorithms.spec import AdvantageSpec, LossSpec
 from megatron_rl.config import Config
+from megatron_rl.config.moe import MoeConfig
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_step
 from megatron_rl.policy.step_targets import accepted_tokens, fill_targets
@@ -157,6 +158,31 @@ def test_renormalised_weights_add_up_to_one_over_what_is_accepted() -> None:
     assert 0 < sum(kept.values()) < update.tokens.sum()
     assert sum(weights[row] * n for row, n in kept.items()) == pytest.approx(1, rel=1e-6)
     assert all(weights[row] > plain[row] for row in plain if kept[row])
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_sequences_routed_differently_weigh_nothing_and_keep_their_mask(renormalise: bool) -> None:
+    options: Any = {"corrections": ["mis"], "renormalise_after_rejection": renormalise, "normalisation": "token_mean"}
+    samples, cfg = sampled(), config(**options)
+    (update,) = plan_step(samples, cfg, step=0)
+    mine = local(update, samples, 0)
+    mismatch = np.linspace(0, 0.6, len(mine.batch), dtype=np.float32)
+    mismatch[1] = np.nan  # nothing was known of this one
+    mine = mine.with_arrays(routing_mismatch=mismatch)
+    plain, limited = (
+        fill_targets(samples, [mine], c, lambda values: values, {})[0][0].batch
+        for c in (cfg, cfg.model_copy(update={"moe": MoeConfig(max_routing_mismatch=0.3)}))
+    )
+    rejected = np.repeat(np.nan_to_num(mismatch) > 0.3, mine.batch.lengths)
+    assert 0 < rejected.mean() < 1
+    assert (limited.weights[rejected] == 0).all()
+    assert (limited.mask == plain.mask).all()
+    kept = plain.mask & ~rejected
+    if renormalise:
+        counts = accepted_tokens(mine.batch, LossSpec.from_config(cfg.algorithm))[np.nan_to_num(mismatch) <= 0.3]
+        assert limited.weights[kept] == pytest.approx(1 / counts.sum(), rel=1e-6)
+    else:
+        assert (limited.weights[kept] == plain.weights[kept]).all()
 
 
 def test_what_a_correction_accepts_is_counted_per_sequence() -> None:
