@@ -35,6 +35,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
         _weights(cfg) if with_files else (),
         _lengths(cfg, hf),
         _cap(cfg),
+        _context(cfg, hf),
         _batch(cfg),
         _files(cfg) if with_files else (),
         _advantages(cfg),
@@ -53,8 +54,6 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
 def _layout(cfg: Config, hf: HfConfig) -> Iterator[str]:
     p = cfg.parallel
     tp, pp, vpp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
-    if p.context_parallel_size != 1:
-        yield f"parallel.context_parallel_size={p.context_parallel_size}: only 1 is supported"
     for name, count in (("attention heads", hf.num_attention_heads), ("key/value heads", hf.num_query_groups)):
         if count % tp:
             yield (
@@ -131,12 +130,33 @@ def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:
 
 
 def _cap(cfg: Config) -> Iterator[str]:
-    tp, cap = cfg.parallel.tensor_model_parallel_size, cfg.algorithm.max_tokens_per_microbatch
-    if cfg.parallel.sequence_parallel and cap % tp:
+    p, cap = cfg.parallel, cfg.algorithm.max_tokens_per_microbatch
+    reasons = [f"sequence_parallel over tensor_model_parallel_size={p.tensor_model_parallel_size}"]
+    reasons = reasons if p.sequence_parallel else []
+    if p.context_parallel_size > 1:
+        reasons.append(f"2 chunks for each of context_parallel_size={p.context_parallel_size}")
+    if cap % p.row_multiple:
         yield (
-            f"algorithm.max_tokens_per_microbatch={cap}: with sequence_parallel micro-batches are padded to a multiple "
-            f"of tensor_model_parallel_size={tp}, so the cap must be one; use {cap - cap % tp}"
+            f"algorithm.max_tokens_per_microbatch={cap}: micro-batches are padded to a multiple of {p.row_multiple} "
+            f"({' and '.join(reasons)}), so the cap must be one; use {max(cap - cap % p.row_multiple, p.row_multiple)}"
         )
+
+
+def _context(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    """Heads exchanged for tokens: each context-parallel rank gets its part of those of its tensor-parallel rank."""
+    p = cfg.parallel
+    if p.context_parallel_size == 1 or p.context_parallel_exchange != "a2a":
+        return
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
+    groups = hf.num_attention_heads if hf.mla is not None else hf.num_query_groups
+    for name, count in (("attention heads", hf.num_attention_heads), ("key/value heads", groups)):
+        if count % (tp * cp):
+            yield (
+                f"parallel.context_parallel_exchange=a2a deals the model's {count} {name} over "
+                f"tensor_model_parallel_size={tp} x context_parallel_size={cp} ranks, which do not divide them; use "
+                f"p2p or all_gather, or sizes whose product is one of {_divisors(hf.num_attention_heads, groups)}"
+            )
+            return
 
 
 def _batch(cfg: Config) -> Iterator[str]:

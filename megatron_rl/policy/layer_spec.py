@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PACKED_EXCHANGES = {"p2p": (1, 10), "a2a": (2, 11), "all_gather": (2, 18)}
+"""Versions of Transformer Engine that attend so to packed sequences dealt over context-parallel ranks; read in its
+sources, not tried."""
+LATENT_EXCHANGES = PACKED_EXCHANGES | {"a2a": (2, 16)}
+"""Those that do so with values of another size than keys (latent attention)."""
+
+
 @functools.cache
 def has_transformer_engine() -> bool:
     """True when Transformer Engine imports and there is a GPU to run it on."""
@@ -23,6 +30,18 @@ def has_transformer_engine() -> bool:
     except ImportError:
         return False
     return True
+
+
+def exchange_problem(exchange: str, version: tuple[int, ...], latent: bool) -> str | None:
+    """Why Transformer Engine of this version cannot do `parallel.context_parallel_exchange`; None when it can."""
+    since = (LATENT_EXCHANGES if latent else PACKED_EXCHANGES)[exchange]
+    if version >= since:
+        return None
+    needed, found = (".".join(map(str, numbers)) for numbers in (since, version))
+    return (
+        f"parallel.context_parallel_exchange={exchange}: Transformer Engine has it for packed sequences"
+        f"{' of latent attention' if latent else ''} from {needed} on, and {found} is installed; upgrade it, or use p2p"
+    )
 
 
 def block_spec(config: TransformerConfig, inv_freq: Tensor, vp_stage: int | None) -> Any:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron_rl.policy import upstream_fixes
 from megatron_rl.policy.distributed import device
 from megatron_rl.policy.experts import expert_options
-from megatron_rl.policy.layer_spec import block_spec, has_transformer_engine
+from megatron_rl.policy.layer_spec import block_spec, exchange_problem, has_transformer_engine
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -136,11 +136,14 @@ def _leave_unset(weight: Tensor) -> Tensor:
 def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
     tp, pp = parallel_cfg.tensor_model_parallel_size, parallel_cfg.pipeline_model_parallel_size
     stages = pp * (parallel_cfg.virtual_pipeline_model_parallel_size or 1)
-    if parallel_cfg.context_parallel_size > 1:
-        raise ModelError(
-            f"parallel.context_parallel_size={parallel_cfg.context_parallel_size}: only 1 is supported; "
-            "use tensor_model_parallel_size or a smaller algorithm.max_tokens_per_microbatch to save memory"
+    if parallel_cfg.context_parallel_size > 1 and has_transformer_engine():
+        from megatron.core.utils import get_te_version
+
+        problem = exchange_problem(
+            parallel_cfg.context_parallel_exchange, get_te_version().release, latent=hf.mla is not None
         )
+        if problem:
+            raise ModelError(problem)
     for name, count in (
         ("num_attention_heads", hf.num_attention_heads),
         ("num_key_value_heads", hf.num_query_groups),
@@ -166,6 +169,8 @@ def _parallel_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel_cfg.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel_cfg.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": parallel_cfg.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": parallel_cfg.context_parallel_size,
+        "cp_comm_type": parallel_cfg.context_parallel_exchange,  # Transformer Engine's name for it
         "expert_model_parallel_size": parallel_cfg.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel_cfg.expert_tensor_parallel_size,
         "sequence_parallel": parallel_cfg.sequence_parallel,

@@ -118,7 +118,20 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
         ({"parallel__tensor_model_parallel_size": 3}, "does not divide the model's 8 attention heads"),
         ({"parallel__tensor_model_parallel_size": 8}, "4 key/value heads; use one of [1, 2, 4]"),
         ({"parallel__pipeline_model_parallel_size": 3}, "does not divide 4 layers; use one of [1, 2, 4]"),
-        ({"parallel__context_parallel_size": 2}, "only 1 is supported"),
+        (
+            {
+                "parallel": {
+                    "tensor_model_parallel_size": 4,
+                    "context_parallel_size": 2,
+                    "context_parallel_exchange": "a2a",
+                }
+            },
+            "4 key/value heads over tensor_model_parallel_size=4 x context_parallel_size=2 ranks",
+        ),
+        (
+            {"parallel__context_parallel_size": 2, "algorithm__max_tokens_per_microbatch": 1022},
+            "multiple of 4 (2 chunks for each of context_parallel_size=2), so the cap must be one; use 1020",
+        ),
         ({"rollout__max_response_tokens": 200}, "exceeds the model's context of 256 tokens"),
         ({"algorithm__max_tokens_per_microbatch": 191}, "cannot hold the longest sequence of 192 tokens"),
         (

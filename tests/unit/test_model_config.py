@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron_rl.config import ConfigError, HfConfig, read_hf_config
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.policy.layer_spec import exchange_problem
 from megatron_rl.policy.model import (
     ModelError,
     attention_scale,
@@ -95,12 +96,21 @@ def test_vocabulary_is_padded_to_the_multiple(vocab: int, tp: int, padded: int) 
     [
         ({"tensor_model_parallel_size": 3}, "num_attention_heads=4"),
         ({"pipeline_model_parallel_size": 4}, "4 pipeline stages do not divide the model's 2 layers"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2: only 1 is supported"),
     ],
 )
 def test_layout_that_does_not_fit_the_model_is_refused(parallel: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         transformer_config(hf_of(tmp_path), ModelConfig(path="x"), ParallelConfig(**parallel))
+
+
+def test_an_exchange_that_transformer_engine_does_not_have_yet_is_refused() -> None:
+    assert exchange_problem("p2p", (2, 9, 0), latent=True) is None
+    assert exchange_problem("a2a", (2, 11, 0), latent=False) is None
+    for exchange, latent, since in (("all_gather", False, "2.18"), ("a2a", False, "2.11"), ("a2a", True, "2.16")):
+        problem = exchange_problem(exchange, (2, 9, 0), latent)
+        assert problem
+        assert f"context_parallel_exchange={exchange}" in problem
+        assert f"from {since} on, and 2.9.0 is installed" in problem
 
 
 def test_more_ranks_than_query_groups_must_share_them_evenly(tmp_path: Path) -> None:
