@@ -122,7 +122,10 @@ def test_what_another_conversion_left_is_not_taken_over(
 
 
 def test_two_processes_do_not_write_one_target(inputs: Path, tmp_path: Path) -> None:
-    with job._alone(tmp_path / ".converting-out", tmp_path / "out", 0), pytest.raises(WeightsError, match="another process is writing it"):
+    with (
+        job._alone(tmp_path / ".converting-out", tmp_path / "out", 0),
+        pytest.raises(WeightsError, match="another process is writing it"),
+    ):
         convert(TOOLS["cast"](inputs, tmp_path / "out"))
 
 

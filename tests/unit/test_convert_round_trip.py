@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config import read_hf_config
+from megatron_rl.config import HfConfig, read_hf_config
 from megatron_rl.config.shards import num_parameters
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert import actions
@@ -24,9 +24,10 @@ from megatron_rl.weights.convert.cuts import TargetLayout, cut
 from megatron_rl.weights.convert.hf_target import HfTarget
 from megatron_rl.weights.convert.listing import describe
 from megatron_rl.weights.convert.opened import open_checkpoint
+from megatron_rl.weights.convert.stored_names import stored_at
 from megatron_rl.weights.convert.torch_dist import TorchDistReader
 from megatron_rl.weights.convert.torch_dist_target import Slab, TorchDistTarget
-from megatron_rl.weights.convert.views import as_megatron, stored_name
+from megatron_rl.weights.convert.views import as_megatron
 from megatron_rl.weights.families import FAMILIES, family_of
 from megatron_rl.weights.layouts import Shard
 from megatron_rl.weights.reader import SafetensorsReader
@@ -38,9 +39,10 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     groups = draw(st.integers(1, 4))
     family = draw(st.sampled_from(sorted(FAMILIES)))
     heads, head_dim = groups * draw(st.integers(1, 4)), 2 * draw(st.integers(1, 4))
+    layers = draw(st.integers(1, 5))
     return {
         "model_type": family,
-        "num_hidden_layers": draw(st.integers(1, 5)),
+        "num_hidden_layers": layers,
         "num_key_value_heads": groups,
         "num_attention_heads": heads,
         "head_dim": head_dim,
@@ -49,7 +51,67 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "vocab_size": draw(st.integers(1, 70)),
         "tie_word_embeddings": draw(st.booleans()),
         "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-    }
+    } | draw(experts(family, layers))
+
+
+@st.composite
+def experts(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
+    """What the families with experts have besides; some of their layers may have none."""
+    count, size = draw(st.integers(1, 6)), 2 * draw(st.integers(1, 6))
+    if family == "qwen3_moe":
+        dense = draw(st.lists(st.integers(0, layers - 1), unique=True))
+        found = {
+            "num_experts": count,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": size,
+            "mlp_only_layers": dense,
+        }
+    elif family == "mixtral":
+        found = {"num_local_experts": count, "num_experts_per_tok": 1, "intermediate_size": size}
+    elif family == "deepseek_v3":
+        found = {
+            "n_routed_experts": count,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": size,
+            "n_shared_experts": draw(st.integers(0, 2)),
+            "first_k_dense_replace": draw(st.integers(0, layers)),
+            "q_lora_rank": draw(st.none() | st.integers(1, 8)),
+            "kv_lora_rank": draw(st.integers(1, 8)),
+            "qk_nope_head_dim": draw(st.integers(1, 8)),
+            "qk_rope_head_dim": 2 * draw(st.integers(1, 4)),
+            "v_head_dim": draw(st.integers(1, 8)),
+        }
+    else:
+        found = {}
+    return found
+
+
+def layouts(draw: Any, model: dict[str, Any], hf: HfConfig) -> TargetLayout:
+    """Any layout in which this model can be trained."""
+    layers, experts = hf.num_layers, hf.moe.num_experts if hf.moe else 1
+    first, last = draw(st.none() | st.integers(1, 2)), draw(st.none() | st.integers(1, 2))
+    pipelines = [pp for pp in range(1, layers + 1) if can_deal(layers, TargetLayout(1, pp, first=first, last=last))]
+    if not pipelines:
+        first = last = None
+    pp = draw(st.sampled_from(pipelines or [1]))
+    chunks = [v for v in (None, 2, 3) if can_deal(layers, TargetLayout(1, pp, 128, v, first, last))]
+    return TargetLayout(
+        draw(st.sampled_from(rank_counts(model, hf))),
+        pp,
+        draw(st.sampled_from([1, 8, 128])),
+        draw(st.sampled_from(chunks)),
+        first,
+        last,
+        draw(st.sampled_from([n for n in (1, 2, 3) if experts % n == 0])),
+        draw(st.sampled_from([1, 2])) if hf.moe else 1,
+    )
+
+
+def can_deal(layers: int, layout: TargetLayout) -> bool:
+    try:
+        return bool(layout.stages(layers))
+    except WeightsError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -64,32 +126,28 @@ class Unwritten:
         raise AssertionError("a plan reads nothing")
 
 
-def rank_counts(model: dict[str, Any]) -> list[int]:
+def rank_counts(model: dict[str, Any], hf: HfConfig) -> list[int]:
     heads, groups = model["num_attention_heads"], model["num_key_value_heads"]
     rows = (heads + 2 * groups) * model["head_dim"]
+    shared = hf.moe.shared_ffn_hidden_size if hf.moe else 0
     return [
         tp
         for tp in range(1, 9)
         if heads % tp == 0
-        and rows % tp == 0
         and model["intermediate_size"] % tp == 0
-        and (groups % tp == 0 or tp % groups == 0)
+        and shared % tp == 0
+        and (hf.mla is not None or (rows % tp == 0 and (groups % tp == 0 or tp % groups == 0)))
     ]
 
 
 @settings(max_examples=25, deadline=None)
 @given(models(), st.data())
 def test_converting_there_and_back_gives_the_same_bits(model: dict[str, Any], data: st.DataObject) -> None:
-    tp = data.draw(st.sampled_from(rank_counts(model)))
-    pp = data.draw(st.integers(1, model["num_hidden_layers"]))
-    multiple = data.draw(st.sampled_from([1, 8, 128]))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tensors = write_model(folder / "hf", **model)
-        there = actions.hf_to_megatron(
-            open_checkpoint(folder / "hf"), folder / "megatron", TargetLayout(tp, pp, multiple), None
-        )
-        convert(there)
+        layout = layouts(data.draw, model, read_hf_config(folder / "hf"))
+        convert(actions.hf_to_megatron(open_checkpoint(folder / "hf"), folder / "megatron", layout, None))
         convert(actions.megatron_to_hf(open_checkpoint(folder / "megatron"), folder / "back", None))
         back = load_file(folder / "back" / "model.safetensors")
         assert back.keys() == tensors.keys()
@@ -106,11 +164,12 @@ def test_the_whole_parameter_is_what_the_ranks_hold_together(model: dict[str, An
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name) / "hf", **model)
         hf, reader = read_hf_config(Path(name) / "hf"), SafetensorsReader(Path(name) / "hf")
-        for tp in rank_counts(model):
+        for tp in rank_counts(model, hf):
             padded = -hf.vocab_size % tp + hf.vocab_size
             stored = as_megatron({n: reader[n] for n in reader.names}, hf, padded)
             for row in family_of(hf).rows(hf):
-                plane = stored[stored_name(row)][row.layer or 0]
+                name, index = stored_at(row, hf)
+                plane = stored[name][index]
                 whole = plane.rows(0, plane.shape[0])
                 layout = row.rule.layout
                 sources = [reader[n] for n in row.hf]
@@ -222,10 +281,8 @@ def test_a_model_of_405_billion_parameters_is_planned_from_its_config_alone(tmp_
     )
     tensors = {name: Unwritten(name, shape) for name, shape in family_of(hf).hf_shapes(hf).items()}
     there = as_megatron(tensors, hf, 128256 + 768)
-    cuts = {
-        name: cut(name, planes, (126, *planes[0].shape) if "layers" in name else planes[0].shape, TargetLayout(8, 9))
-        for name, planes in there.items()
-    }
+    layout = TargetLayout(8, 9)
+    cuts = {name: cut(name, planes, layout, layout.stages(126)) for name, planes in there.items()}
     files = TorchDistTarget(cuts, {}, {}).files
     assert sum(file.size for file in files) == 2 * (num_parameters(hf) + 2 * 768 * 16384)
     # What 72 ranks load lies in whole chunks, of a stage's own files: none holds layers of two stages.

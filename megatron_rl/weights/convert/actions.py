@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.config import HfConfig
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.cuts import TargetLayout, cut, rewritten
-from megatron_rl.weights.convert.hf_target import SHARD_BYTES, HfTarget
+from megatron_rl.weights.convert.hf_target import SHARD_BYTES, HfTarget, largest_part
 from megatron_rl.weights.convert.job import Options, Outcome, Progress, Target, run
 from megatron_rl.weights.convert.megatron_lm import extra_states, megatron_lm_arguments
 from megatron_rl.weights.convert.opened import Opened
@@ -23,7 +23,8 @@ from megatron_rl.weights.convert.team import ALONE, Team
 from megatron_rl.weights.convert.tensors import Changed, Rows, cast_rows
 from megatron_rl.weights.convert.torch_dist import RELEASE, TorchDistReader
 from megatron_rl.weights.convert.torch_dist_target import TorchDistTarget
-from megatron_rl.weights.convert.views import LAYERS, as_megatron
+from megatron_rl.weights.convert.views import as_megatron
+from megatron_rl.weights.families import family_of
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,19 @@ def hf_to_megatron(source: Opened, out: Path, layout: TargetLayout, dtype: torch
     _check_layout(hf, layout)
     multiple = layout.vocab_multiple * layout.tensor
     padded = math.ceil(hf.vocab_size / multiple) * multiple
-    stored = as_megatron(_cast(source.as_hf(), dtype), hf, padded)
-    tensors = {
-        name: cut(
-            name, planes, (hf.num_layers, *planes[0].shape) if name.startswith(LAYERS) else planes[0].shape, layout
-        )
-        for name, planes in stored.items()
-    }
+    stored, stages = as_megatron(_cast(source.as_hf(dtype), dtype, hf), hf, padded), layout.stages(hf.num_layers)
     common = {
-        "args": megatron_lm_arguments(hf, layout, padded, next(iter(stored.values()))[0].dtype),
+        "args": megatron_lm_arguments(hf, layout, padded, largest_part(_flat(stored))),
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
     target = TorchDistTarget(
-        tensors, common, extra_states(stored, hf), folder=f"{RELEASE}/", hf=source.companions, tracker=RELEASE
+        {name: cut(name, planes, layout, stages) for name, planes in stored.items()},
+        common,
+        extra_states(stored),
+        folder=f"{RELEASE}/",
+        hf=source.companions,
+        tracker=RELEASE,
     )
     return Conversion(target, out, _identity("hf-to-megatron", [source], layout=vars(layout), dtype=str(dtype)))
 
@@ -82,7 +82,7 @@ def megatron_to_hf(source: Opened, out: Path, dtype: torch.dtype | None, shard_b
     """
     if source.is_hf:
         raise WeightsError(f"{source.path}: a Hugging Face directory already; `convert cast` writes it anew")
-    tensors = _cast(source.as_hf(), dtype)
+    tensors = _cast(source.as_hf(), dtype, source.hf())
     assert source.companions is not None
     target = HfTarget(tensors, source.companions, shard_bytes)
     return Conversion(target, out, _identity("megatron-to-hf", [source], dtype=str(dtype), shard=shard_bytes))
@@ -158,19 +158,36 @@ def _mean(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-def _cast(tensors: Mapping[str, Rows], dtype: torch.dtype | None) -> dict[str, Rows]:
-    return {name: cast_rows(tensor, dtype) for name, tensor in tensors.items()}
+def _cast(tensors: Mapping[str, Rows], dtype: torch.dtype | None, hf: HfConfig | None = None) -> dict[str, Rows]:
+    """All in another dtype, but for what `hf`'s table says keeps its own."""
+    keeps: set[str] = set()
+    if hf is not None:
+        keeps = {name for row in family_of(hf).rows(hf) if row.rule.keeps_dtype for name in row.hf}
+    return {name: tensor if name in keeps else cast_rows(tensor, dtype) for name, tensor in tensors.items()}
+
+
+def _flat(stored: Mapping[str, Mapping[tuple[int, ...], Rows]]) -> list[Rows]:
+    return [plane for planes in stored.values() for plane in planes.values()]
 
 
 def _check_layout(hf: HfConfig, layout: TargetLayout) -> None:
     tp, groups = layout.tensor, hf.num_query_groups
-    if any(count % tp for count in (hf.num_attention_heads, hf.ffn_hidden_size, hf.qkv_rows)) or (
-        groups % tp and tp % groups
-    ):
+    sizes = {"num_attention_heads": hf.num_attention_heads, "intermediate_size": hf.ffn_hidden_size}
+    if hf.mla is None:
+        sizes["rows of q, k and v"] = hf.qkv_rows
+    if hf.moe is not None and hf.moe.shared_ffn_hidden_size:
+        sizes["features of the shared experts"] = hf.moe.shared_ffn_hidden_size
+    if any(count % tp for count in sizes.values()) or (hf.mla is None and groups % tp and tp % groups):
+        listed = ", ".join(f"{name}={count}" for name, count in sizes.items())
         raise WeightsError(
-            f"--tp {tp}: does not divide num_attention_heads={hf.num_attention_heads}, num_key_value_heads={groups} "
-            f"(or is a multiple of it), the {hf.qkv_rows} rows of q, k and v and "
-            f"intermediate_size={hf.ffn_hidden_size}; choose another one"
+            f"--tp {tp}: does not divide {listed}, or neither divides num_key_value_heads={groups} nor is a multiple "
+            "of it; choose another one"
+        )
+    experts, width = (hf.moe.num_experts, hf.moe.ffn_hidden_size) if hf.moe is not None else (1, 1)
+    if experts % layout.expert or width % layout.expert_tensor:
+        raise WeightsError(
+            f"--ep {layout.expert}, --etp {layout.expert_tensor}: must divide the model's {experts} expert(s), and "
+            f"the {width} features of each"
         )
     if hf.num_layers < layout.pipeline:
         raise WeightsError(f"--pp {layout.pipeline}: more stages than the model's {hf.num_layers} layers")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.shards import stage_layers
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.stored_names import LAYERS, expert_at, layer_at, without_number
 from megatron_rl.weights.convert.tensors import Rows, cast_rows
 from megatron_rl.weights.convert.torch_dist import COMMON, HF, TRACKER, TorchDistReader, is_weight
 from megatron_rl.weights.convert.torch_dist_target import Cut, TorchDistTarget, Whole
-from megatron_rl.weights.convert.views import stored_name
 from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.layouts import GateUp, Layout, Replicated, RowParallel
-from megatron_rl.weights.mapping import EMBEDDING, Row
+from megatron_rl.weights.mapping import EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -25,41 +28,83 @@ class TargetLayout:
     pipeline: int = 1
     vocab_multiple: int = 128
     """The vocabulary is padded to a multiple of this times `tensor`."""
+    virtual: int | None = None
+    """Model chunks of each pipeline stage."""
+    first: int | None = None
+    last: int | None = None
+    """Layers of the first and the last stage; None: as many as of the others."""
+    expert: int = 1
+    expert_tensor: int = 1
+
+    def stages(self, num_layers: int) -> list[int]:
+        """The pipeline stage of every layer.
+
+        Raises:
+            WeightsError: the layers cannot be dealt like this.
+        """
+        try:
+            table = stage_layers(num_layers, self.parallel_config())
+        except ValueError as error:
+            raise WeightsError(
+                f"--pp {self.pipeline}, --vpp {self.virtual}, --first-stage-layers {self.first}, --last-stage-layers "
+                f"{self.last} do not fit {num_layers} layers: {error}"
+            ) from error
+        stage_of = {layer: stage for stage, chunks in enumerate(table) for chunk in chunks for layer in chunk}
+        return [stage_of[layer] for layer in range(num_layers)]
+
+    def parallel_config(self) -> ParallelConfig:
+        """Of its pipeline alone."""
+        return ParallelConfig(
+            pipeline_model_parallel_size=self.pipeline,
+            virtual_pipeline_model_parallel_size=self.virtual,
+            num_layers_in_first_pipeline_stage=self.first,
+            num_layers_in_last_pipeline_stage=self.last,
+        )
 
 
-_LAYOUTS: dict[str, Layout] = {
-    stored_name(Row(rule, layer, ())): rule.layout
-    for family in FAMILIES.values()
-    for layer, rules in ((None, family.top), (0, family.layer))
-    for rule in rules
-}
+def _layouts() -> dict[str, Layout]:
+    """By the end of a stored name, behind the layers' prefix."""
+    found: dict[str, Layout] = {}
+    for family in FAMILIES.values():
+        for rule in (*family.top, *family.layer):
+            found[rule.megatron.replace("mlp.experts.", "mlp.experts.experts.")] = rule.layout
+    return found
+
+
+_LAYOUTS = _layouts()
 
 
 def _layout_of(name: str) -> Layout:
-    """How a tensor is split, by the end of its name: the optimizer's states are split as their parameters."""
-    return next((layout for stored, layout in _LAYOUTS.items() if name.endswith(stored)), Replicated())
+    """How a tensor is split: the optimizer's states are split as their parameters."""
+    _, layers, suffix = without_number(name).partition(LAYERS)
+    if layers:
+        return _LAYOUTS.get(suffix, Replicated())
+    return next((layout for end, layout in _LAYOUTS.items() if name.endswith(end)), Replicated())
 
 
-def cut(name: str, planes: Sequence[Rows], shape: tuple[int, ...], layout: TargetLayout) -> Whole:
-    """The tensor `name` of `shape`, of which `planes` are the matrices or vectors, cut for a layout."""
-    split, lead = _layout_of(name), len(shape) - len(planes[0].shape)
-    rows, columns = (layout.tensor if split.is_split else 1), 1
+def cut(name: str, planes: Mapping[tuple[int, ...], Rows], layout: TargetLayout, stages: Sequence[int]) -> Whole:
+    """The tensor `name` cut for a layout, of which `planes` are the matrices or vectors by their index.
+
+    Args:
+        stages: the pipeline stage of every layer.
+    """
+    split = _layout_of(name)
+    indices = list(planes)
+    ranks = layout.tensor if expert_at(name, indices[0]) is None else layout.expert_tensor
+    rows, columns = (ranks if split.is_split else 1), 1
     if isinstance(split, RowParallel):
-        rows, columns = 1, layout.tensor
+        rows, columns = 1, ranks
     elif isinstance(split, GateUp):
-        rows = 2 * layout.tensor
-    indices = [_index(number, shape[:lead]) for number in range(len(planes))]
+        rows = 2 * ranks
     outside = 0 if EMBEDDING in name else layout.pipeline - 1
-    cuts = {index: Cut(rows, columns, index[0] * layout.pipeline // shape[0] if lead else outside) for index in indices}
-    return Whole(shape, dict(zip(indices, planes, strict=True)), cuts)
-
-
-def _index(number: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(sizes):
-        index.insert(0, number % size)
-        number //= size
-    return tuple(index)
+    experts = max(expert_at(name, index) or 0 for index in indices) + 1
+    cuts = {}
+    for index in indices:
+        layer, expert = layer_at(name, index), expert_at(name, index)
+        stage = outside if layer is None or layer >= len(stages) else stages[layer]
+        cuts[index] = Cut(rows, columns, (stage, -1 if expert is None else expert * layout.expert // experts))
+    lead = tuple(max(sizes) + 1 for sizes in zip(*indices, strict=True))
+    return Whole((*lead, *planes[indices[0]].shape), planes, cuts)
 
 
 def rewritten(
@@ -69,12 +114,16 @@ def rewritten(
 
     What stands beside it in `root`, where that is a directory of Megatron-LM's, is copied.
     """
-    tensors = {}
-    for name, tensor in reader.tensors.items():
-        planes: Sequence[Rows] = tensor.planes
-        if dtype is not None and is_weight(name):
-            planes = [cast_rows(plane, dtype) for plane in planes]
-        tensors[name] = cut(name, planes, tensor.shape, layout)
+    every = {name: {plane.index: plane for plane in tensor.planes} for name, tensor in reader.tensors.items()}
+    layers = [
+        layer for name, planes in every.items() for index in planes if (layer := layer_at(name, index)) is not None
+    ]
+    stages, tensors = layout.stages(max(layers) + 1) if layers else [], {}
+    for name, planes in every.items():
+        is_cast = dtype is not None and is_weight(name)
+        tensors[name] = cut(
+            name, {i: cast_rows(plane, dtype) if is_cast else plane for i, plane in planes.items()}, layout, stages
+        )
     objects = {name: place.read() for name, place in reader.objects.items()}
     common = (reader.path / COMMON).read_bytes()
     if not (root / TRACKER).is_file() or reader.path.parent != root:

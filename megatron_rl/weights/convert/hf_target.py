@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +33,7 @@ class HfTarget:
 
     def __init__(self, tensors: Mapping[str, Rows], beside: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._beside = beside
-        self._dtype = largest_part(list(tensors.values()))
+        self._dtype = largest_part(tensors.values())
         buckets = plan_buckets(([TensorSpec(name, t.shape, t.dtype)] for name, t in tensors.items()), shard_bytes)
         count = len(buckets)
         self.files = [
@@ -70,7 +70,7 @@ class _SafetensorsWriter:
         """The index follows from the plan."""
 
 
-def largest_part(tensors: Sequence[Rows]) -> torch.dtype:
+def largest_part(tensors: Iterable[Rows]) -> torch.dtype:
     """The dtype of most of the numbers."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from megatron_rl.config import HfConfig
 from megatron_rl.weights.convert.cuts import TargetLayout
+from megatron_rl.weights.convert.stored_names import LAYERS, are_alike
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.convert.torch_dist_target import saved
 
 
-def extra_states(stored: Mapping[str, Sequence[Rows]], hf: HfConfig) -> dict[str, bytes]:
+def extra_states(stored: Mapping[str, Mapping[tuple[int, ...], Rows]]) -> dict[str, bytes]:
     """The entries that Megatron's linear layers ask for besides their weights: empty, as without fp8."""
-    empty, count = saved([None]), hf.num_layers
-    layers = [name.removesuffix("weight") for name in stored if ".linear_" in name and name.endswith(".weight")]
-    return {f"{name}_extra_state/shard_{layer}_{count}": empty for name in layers for layer in range(count)}
+    empty, found = saved([None]), {}
+    for name, planes in stored.items():
+        if not (name.startswith(LAYERS) and name.endswith(".weight") and ".linear_" in name):
+            continue
+        counts = [max(sizes) + 1 for sizes in zip(*planes, strict=True)] or [1]
+        for index in planes:
+            place = ".".join(map(str, index or (0,)))
+            found[f"{name.removesuffix('weight')}_extra_state/shard_{place}_{'.'.join(map(str, counts))}"] = empty
+    return found
 
 
 def megatron_lm_arguments(hf: HfConfig, layout: TargetLayout, padded_vocab_size: int, dtype: torch.dtype) -> Namespace:
@@ -56,6 +65,13 @@ def megatron_lm_arguments(hf: HfConfig, layout: TargetLayout, padded_vocab_size:
         make_vocab_size_divisible_by=layout.vocab_multiple,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
+        decoder_first_pipeline_num_layers=layout.first,
+        decoder_last_pipeline_num_layers=layout.last,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        **_expert_arguments(hf),
+        **_latent_arguments(hf),
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
@@ -64,3 +80,28 @@ def megatron_lm_arguments(hf: HfConfig, layout: TargetLayout, padded_vocab_size:
         consumed_train_samples=0,
         consumed_valid_samples=0,
     )
+
+
+def _expert_arguments(hf: HfConfig) -> dict[str, Any]:
+    moe = hf.moe
+    if moe is None:
+        return {"num_experts": None}
+    return {
+        "num_experts": moe.num_experts,
+        "moe_layer_freq": 1 if are_alike(hf) else [int(layer in hf.moe_layers) for layer in range(hf.num_layers)],
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.score_function,
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalise_top_k,
+        "moe_router_topk_scaling_factor": moe.scaling_factor,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.top_groups,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _latent_arguments(hf: HfConfig) -> dict[str, Any]:
+    return {"multi_latent_attention": hf.mla is not None, **(asdict(hf.mla) if hf.mla is not None else {})}

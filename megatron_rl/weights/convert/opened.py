@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from megatron_rl.config import HfConfig, read_hf_config
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.companions import CONFIG, check_tokenizer
-from megatron_rl.weights.convert.tensors import Rows
+from megatron_rl.weights.convert.tensors import Rows, cast_rows
 from megatron_rl.weights.convert.torch_dist import HF, TorchDistReader, find_torch_dist
 from megatron_rl.weights.convert.views import as_hf, check_hf
 from megatron_rl.weights.families import family_of
+from megatron_rl.weights.fp8 import SUFFIX, Dequantised
+from megatron_rl.weights.layouts import Source
 from megatron_rl.weights.reader import SafetensorsReader
+from megatron_rl.weights.safetensors_file import FLOATS
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,36 @@ class Opened:
             return {name: self.reader[name] for name in sorted(self.reader.names)}
         return {name: tensor.planes for name, tensor in sorted(self.reader.tensors.items())}
 
-    def as_hf(self) -> dict[str, Rows]:
+    def plain(self, dtype: torch.dtype | None = None) -> dict[str, Rows]:
+        """A Hugging Face directory's tensors by name, without blocks of fp8: those as numbers of `dtype`.
+
+        None: the dtype that config.json names, in which the model computes.
+        """
+        assert isinstance(self.reader, SafetensorsReader)
+        tensors: dict[str, Rows] = {name: self.reader[name] for name in sorted(self.reader.names)}
+        for name in [name for name in tensors if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in tensors]:
+            scales, values = tensors.pop(name), tensors[name.removesuffix(SUFFIX)]
+            found = Dequantised(cast(Source, values), cast(Source, scales))
+            tensors[values.name] = cast_rows(cast(Rows, found), dtype or self._computes_in())
+        return tensors
+
+    def _computes_in(self) -> torch.dtype:
+        raw = {} if self.companions is None else json.loads((self.companions / CONFIG).read_text())
+        found = getattr(torch, str(raw.get("torch_dtype") or raw.get("dtype")), None)
+        return found if found in FLOATS else torch.bfloat16
+
+    def left_out(self) -> list[str]:
+        """Tensors of a Hugging Face directory that a Megatron checkpoint has no place for, such as another head's."""
+        if not isinstance(self.reader, SafetensorsReader):
+            return []
+        hf = self.hf()
+        return sorted(self.reader.names - family_of(hf).hf_names(hf) - family_of(hf).tied_names())
+
+    def as_hf(self, dtype: torch.dtype | None = None) -> dict[str, Rows]:
         """The model's tensors by Hugging Face name, in the order of the network, after a check of names and shapes.
+
+        Args:
+            dtype: of those that are stored as blocks of fp8, as in `plain`.
 
         Raises:
             WeightsError: they are not those of the model that config.json describes.
@@ -73,7 +107,7 @@ class Opened:
         check_tokenizer(self.companions, hf)
         if isinstance(self.reader, TorchDistReader):
             return dict(as_hf(self.reader.weights(), hf, self.path))
-        tensors = {name: self.reader[name] for name in self.reader.names}
+        tensors = self.plain(dtype)
         check_hf(tensors, hf, self.path)
         return {name: tensors[name] for name in family_of(hf).hf_shapes(hf)}
 

@@ -15,9 +15,8 @@ import io
 import json
 import math
 import pickle
-import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -29,12 +28,11 @@ from torch import Tensor
 
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, UnknownName, read_array, read_metadata
+from megatron_rl.weights.convert.stored_names import LAYERS, Parameter, parameter_at
 from megatron_rl.weights.convert.tensors import Rows
-from megatron_rl.weights.convert.views import LAYERS
 from megatron_rl.weights.safetensors_file import read_elements
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
-_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 """Megatron-LM's name of the newest checkpoint in a directory, and what it holds for weights that no run has trained."""
 HF = "hf"
@@ -263,21 +261,14 @@ class TorchDistReader:
             if (size := file.stat().st_size) < end:
                 raise WeightsError(f"{file}: cut short ({size} bytes instead of {end}); copy the file again")
 
-    def weights(self) -> dict[str, Sequence[Rows]]:
-        """The model's parameters by stored name: one tensor, or one for each layer.
-
-        Layers that differ from each other are stored under their numbers; they come together under the common name.
-        """
-        found: dict[str, Sequence[Rows]] = {}
-        numbered: dict[str, dict[int, Rows]] = {}
-        for name, tensor in self.tensors.items():
-            if not is_weight(name):
-                continue
-            if match := _NUMBERED.fullmatch(name):
-                numbered.setdefault(LAYERS + match[2], {})[int(match[1])] = tensor.planes[0]
-            else:
-                found[name] = tensor.planes
-        return found | {name: [layers[i] for i in sorted(layers)] for name, layers in numbered.items()}
+    def weights(self) -> dict[Parameter, Rows]:
+        """The model's parameters."""
+        return {
+            parameter_at(name, plane.index): plane
+            for name, tensor in self.tensors.items()
+            if is_weight(name)
+            for plane in tensor.planes
+        }
 
 
 def is_weight(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 The format knows no layout: every reader cuts what it needs out of the chunks there are. The layout that is asked for
 decides only how chunks are cut (a rank of that layout reads whole ones), which of them share a file (those of a
-pipeline stage), and how many rows the vocabulary is padded to.
+pipeline stage, and of its experts those of one expert-parallel rank), and how many rows the vocabulary is padded to.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ _OBJECTS = "__0_objects.distcp"
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a tensor is cut: into equal parts of rows and of columns; and the pipeline stage that it belongs to."""
+    """Where a tensor is cut: into equal parts of rows and of columns; and whose it is.
+
+    Attributes:
+        owner: the pipeline stage, and in it the expert-parallel rank (-1: all of them). Files are one owner's.
+    """
 
     rows: int = 1
     columns: int = 1
-    stage: int = 0
+    owner: tuple[int, int] = (0, -1)
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,14 @@ class Whole:
     planes: Mapping[tuple[int, ...], Rows]
     cut: Mapping[tuple[int, ...], Cut] = field(default_factory=dict)
 
-    def slabs(self, key: str) -> Iterator[tuple[int, Slab]]:
-        """With the stage of each."""
+    def slabs(self, key: str) -> Iterator[tuple[tuple[int, int], Slab]]:
+        """With the owner of each."""
         for index, plane in self.planes.items():
             cut = self.cut.get(index, Cut())
             count = plane.shape[0]
             bounds = [count * part // cut.rows for part in range(cut.rows + 1)]
             for begin, end in pairwise(bounds):
-                yield cut.stage, Slab(key, index, plane, begin, end, cut.columns)
+                yield cut.owner, Slab(key, index, plane, begin, end, cut.columns)
 
 
 class TorchDistTarget:
@@ -117,13 +121,13 @@ class TorchDistTarget:
         self._tensors, self._common, self._objects, self._folder, self._hf = tensors, common, objects, folder, hf
         self._tracker = tracker
         slabs = [pair for key, whole in tensors.items() for pair in whole.slabs(key)]
-        slabs.sort(key=lambda pair: pair[0])  # by stage; stable
+        slabs.sort(key=lambda pair: pair[0])  # by owner; stable
         groups: list[list[Slab]] = []
-        stage, used = -1, 0
-        for slab_stage, slab in slabs:
-            if slab_stage != stage or used + size_of(slab) > file_bytes:
+        last, used = None, 0
+        for owner, slab in slabs:
+            if owner != last or used + size_of(slab) > file_bytes:
                 groups.append([])
-                stage, used = slab_stage, 0
+                last, used = owner, 0
             groups[-1].append(slab)
             used += size_of(slab)
         self.files = [PlannedFile(f"{folder}__{i}_0.distcp", tuple(group)) for i, group in enumerate(groups)]

@@ -1,36 +1,25 @@
 """A checkpoint's tensors under the names of the other format, by a family's table; nothing is read or copied here.
 
-Megatron's whole parameters carry the names under which its distributed checkpoints store them: a parameter of the
-layers is one tensor with the layers as first dimension, and the norms are named as Transformer Engine fuses them.
+What Megatron's distributed checkpoints call a parameter is said in `stored_names`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.stored_names import Parameter, stored_at
 from megatron_rl.weights.convert.tensors import Joined, Part, Rows
 from megatron_rl.weights.families import family_of
-from megatron_rl.weights.mapping import FUSED_NORMS, Row
+from megatron_rl.weights.mapping import Row
 from megatron_rl.weights.reader import some_names
 from megatron_rl.weights.safetensors_file import FLOATS
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
-
-LAYERS = "decoder.layers."
-_STORED = {local: fused for fused, local in FUSED_NORMS.items()}
-Stored = Mapping[str, Sequence[Rows]]
-"""By name: the tensor, or one for each layer."""
-
-
-def stored_name(row: Row) -> str:
-    """The name of a parameter in a distributed checkpoint."""
-    name = row.rule.megatron
-    return name if row.layer is None else LAYERS + _STORED.get(name, name)
 
 
 def check_hf(tensors: Mapping[str, Rows], hf: HfConfig, where: object) -> None:
@@ -67,12 +56,14 @@ def _check(tensor: Rows, shape: tuple[int, ...], where: object) -> None:
         )
 
 
-def as_megatron(tensors: Mapping[str, Rows], hf: HfConfig, padded_vocab_size: int) -> dict[str, list[Joined]]:
-    """Megatron's whole parameters, by stored name: one tensor, or one for each layer.
+def as_megatron(
+    tensors: Mapping[str, Rows], hf: HfConfig, padded_vocab_size: int
+) -> dict[str, dict[tuple[int, ...], Joined]]:
+    """Megatron's whole parameters, by stored name and index there.
 
     `tensors` have passed `check_hf`.
     """
-    found: dict[str, list[Joined]] = {}
+    found: dict[str, dict[tuple[int, ...], Joined]] = {}
     for row in family_of(hf).rows(hf):
         sources = [tensors[name] for name in row.hf]
         pieces = row.rule.layout.pieces([source.shape[0] for source in sources], hf)
@@ -81,8 +72,8 @@ def as_megatron(tensors: Mapping[str, Rows], hf: HfConfig, padded_vocab_size: in
             rows = padded_vocab_size
         dtype = _common_dtype(sources)
         parts = tuple(Part(sources[piece.source], piece.begin, piece.end) for piece in pieces)
-        name = stored_name(row)
-        found.setdefault(name, []).append(Joined(name, (rows, *sources[0].shape[1:]), dtype, parts))
+        name, index = stored_at(row, hf)
+        found.setdefault(name, {})[index] = Joined(name, (rows, *sources[0].shape[1:]), dtype, parts)
     return found
 
 
@@ -93,33 +84,45 @@ def _common_dtype(tensors: Sequence[Rows]) -> torch.dtype:
     return tensors[0].dtype
 
 
-def as_hf(tensors: Stored, hf: HfConfig, where: object) -> dict[str, Joined]:
-    """Hugging Face's tensors in the order of the network, from Megatron's whole parameters by stored name.
+def as_hf(stored: Mapping[Parameter, Rows], hf: HfConfig, where: object) -> dict[str, Joined]:
+    """Hugging Face's tensors in the order of the network, from Megatron's whole parameters.
 
     Raises:
         WeightsError: a parameter is missing, left over, or of another shape than `hf` says.
     """
-    rows = list(family_of(hf).rows(hf))
-    if left_over := tensors.keys() - {stored_name(row) for row in rows}:
+    rows = {Parameter(row.rule.megatron, row.layer, row.expert): row for row in family_of(hf).rows(hf)}
+    if left_over := stored.keys() - rows.keys():
+        raise WeightsError(f"{where}: {_why_left_over(left_over, set(rows), hf)}")
+    if missing := rows.keys() - stored.keys():
+        layers = max((parameter.layer or 0) for parameter in stored) + 1
+        if layers < hf.num_layers:
+            raise WeightsError(f"{where}: has {layers} layers where config.json says {hf.num_layers}")
         raise WeightsError(
-            f"{where}: {some_names(set(left_over))} have no row in the table of {hf.model_type!r}: another model, or "
-            "one with parts that are not supported"
+            f"{where}: no {some_names({_described(parameter) for parameter in missing})}; it is another model than "
+            "config.json describes, or a part of one"
         )
     shapes = family_of(hf).hf_shapes(hf)
     found: dict[str, Joined] = {}
-    for row in rows:
-        found |= _split(row, _stored(tensors, row, hf, where), hf, shapes, where)
+    for parameter, row in rows.items():
+        found |= _split(row, stored[parameter], hf, shapes, where)
     return found
 
 
-def _stored(tensors: Stored, row: Row, hf: HfConfig, where: object) -> Rows:
-    name, layer = stored_name(row), row.layer or 0
-    if name not in tensors:
-        raise WeightsError(f"{where}: no {name}; it is another model than config.json describes, or a part of one")
-    count = hf.num_layers if row.layer is not None else 1
-    if len(tensors[name]) != count:
-        raise WeightsError(f"{where}: {name} has {len(tensors[name])} layers where config.json says {count}")
-    return tensors[name][layer]
+def _why_left_over(left_over: Collection[Parameter], expected: Collection[Parameter], hf: HfConfig) -> str:
+    layers = max((parameter.layer or 0) for parameter in left_over) + 1
+    if layers > hf.num_layers:
+        return f"has {layers} layers where config.json says {hf.num_layers}"
+    names = {parameter.name for parameter in expected}
+    unknown = {_described(parameter) for parameter in left_over if parameter.name not in names}
+    return (
+        f"{some_names(unknown or {_described(parameter) for parameter in left_over})} have no row in the table of "
+        f"{hf.model_type!r}: another model, or one with parts that are not supported"
+    )
+
+
+def _described(parameter: Parameter) -> str:
+    layer = "" if parameter.layer is None else f" of layer {parameter.layer}"
+    return f"{parameter.name}{layer}" + ("" if parameter.expert is None else f", expert {parameter.expert}")
 
 
 def _split(
