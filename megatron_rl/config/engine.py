@@ -69,7 +69,7 @@ class EngineConfig(Section):
     context_length: int | None = Field(None, ge=1)
     """SGLang: longest sequence; null = rollout.max_prompt_tokens + rollout.max_response_tokens."""
     routed_experts: bool = False
-    """SGLang: be able to report which experts each token was routed to."""
+    """Have the servers report which experts each token was routed to, and keep that for training."""
     extra_args: list[str] = Field(default_factory=list)
     """SGLang: further words of its command line, which win over ours, such as [--speculative-algorithm, EAGLE]."""
 

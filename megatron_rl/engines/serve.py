@@ -110,6 +110,7 @@ def options_from_config(
         deterministic=cfg.deterministic,
         context_length=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens + SPARE_TOKENS,
         seed=cfg.seed + replica,
+        enable_return_routed_experts=cfg.engine.routed_experts,
     )
 
 
@@ -143,6 +144,7 @@ def _main(
     context_length: Annotated[int | None, typer.Option(help="Prompt and response; default: the model's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of requests without a sampling_seed.")] = None,
     num_threads: Annotated[int | None, typer.Option(help="Threads of one kernel.")] = None,
+    enable_return_routed_experts: Annotated[bool, typer.Option(help="Keep the experts of every token.")] = False,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Memory for keys and values.")] = None,
 ) -> None:
     """Serve a model with the embedded engine."""
@@ -151,7 +153,7 @@ def _main(
         serve_embedded(
             EmbeddedOptions(
                 model, host, port, False, endpoint_file, chosen, max_running_requests, deterministic, api_key,
-                weight_version, None, context_length, seed, num_threads, kv_cache_gib,
+                weight_version, None, context_length, seed, num_threads, enable_return_routed_experts, kv_cache_gib,
             )
         )  # fmt: skip
     except (ValueError, OSError) as error:

@@ -49,6 +49,9 @@ FAMILIES: list[dict[str, Any]] = [
     {"family": "qwen2"},
     {"family": "llama"},
     {"family": "mistral"},
+    {"family": "qwen3_moe"},
+    {"family": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [0]},
+    {"family": "mixtral"},
     {"family": "llama", "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
     {
         "family": "llama",

@@ -33,10 +33,10 @@ def request(rid: str, prompt: Sequence[int], max_new_tokens: int = 8, seed: int 
 class Rig:
     """A scheduler of a tiny model, and the requests that it has finished."""
 
-    def __init__(self, path: Path, budget: int = 2**28, fixed: bool = False) -> None:
+    def __init__(self, path: Path, budget: int = 2**28, fixed: bool = False, routes: bool = False) -> None:
         self.model, self.fixed = load_model(str(path), "float32"), fixed
         kind = FixedShapeDecoder if fixed else Decoder
-        self.decoder = kind(ForwardPass(self.model), 32, 256, budget)
+        self.decoder = kind(ForwardPass(self.model), 32, 256, budget, routes)
         self.failed = threading.Event()
         self._left, self._done = 0, threading.Event()
         self.scheduler = Scheduler(self.decoder, "v0", 32, self._finished, self.failed.set)

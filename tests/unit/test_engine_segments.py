@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.engines.embedded.kv_cache import Saved
 from megatron_rl.engines.embedded.parked import Parked
 from megatron_rl.engines.embedded.request import Request
 from tests.tiny import tiny_model
@@ -81,16 +82,18 @@ def test_continuing_beside_others_needs_no_prefill(rig: Rig, monkeypatch: pytest
 
 def test_old_and_surplus_sequences_make_room() -> None:
     parked = Parked(max_sequences=3, budget=100)
-    saved = torch.zeros(5)  # 20 bytes
+    saved = Saved(torch.zeros(5), None)  # 20 bytes
     for i in range(4):
         parked.put(np.array([i]), saved)
     assert parked.take(np.array([0])) is None
     assert parked.take(np.array([1])) is saved
     assert parked.take(np.array([1])) is None
-    parked.put(np.array([5]), torch.zeros(20))  # 80 bytes: one of the other two has to go
+    parked.put(
+        np.array([5]), Saved(torch.zeros(18), torch.zeros(4, dtype=torch.int16))
+    )  # 80 bytes: one of the other two has to go
     assert parked.take(np.array([2])) is None
     assert parked.take(np.array([3])) is saved
-    parked.put(np.array([6]), torch.zeros(26))  # more than there is
+    parked.put(np.array([6]), Saved(torch.zeros(26), None))  # more than there is
     assert len(parked) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,18 @@ from megatron_rl.engines.embedded.weights import Weights, WeightsError, load_mod
 from tests.contract.trainer import tensors_of
 from tests.tiny import tiny_model
 
+MODELS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tied": True},
+    "experts": {"family": "qwen3_moe", "mlp_only_layers": [0]},
+    "mixtral": {"family": "mixtral"},
+}
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+
+@pytest.fixture(scope="module", params=MODELS)
 def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("weights")
-    made = [tiny_model(folder / str(seed), seed=seed, vocab_size=50, tied=request.param) for seed in (0, 1)]
+    made = [tiny_model(folder / str(seed), seed=seed, vocab_size=50, **MODELS[request.param]) for seed in (0, 1)]
     return made[0], made[1]
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .forward import ForwardPass, causal_attention, masked_attention, visible_up_to
-from .kv_cache import KVCache, KVShape
+from .forward import ForwardPass, Routed, causal_attention, ignore_routes, masked_attention, visible_up_to
+from .kv_cache import ROUTE, KVCache, KVShape, Saved
 from .request import LogProbs, Tokens
 
 PREFILL_TOKENS = 8192
@@ -27,7 +27,7 @@ GATHER_COST = 3
 
 
 class Reach(NamedTuple):
-    """How many cache entries a decoding step attends to: the first `near`, but rows `far` (int64) the first `length`."""
+    """How many cache entries a decoding step attends to: the first `near`, rows `far` (int64) the first `length`."""
 
     near: int
     length: int
@@ -42,15 +42,17 @@ class Decoder:
         max_slots: sequences decoded at once.
         max_length: tokens of the longest sequence.
         budget: bytes for keys and values.
+        routes: whether to keep which experts tokens were routed to.
     """
 
-    def __init__(self, forward: ForwardPass, max_slots: int, max_length: int, budget: int) -> None:
+    def __init__(
+        self, forward: ForwardPass, max_slots: int, max_length: int, budget: int, routes: bool = False
+    ) -> None:
         self.forward = forward
         self.budget = budget
-        self.cache = KVCache(
-            KVShape(len(forward.layers), forward.num_kv_heads, forward.head_dim, forward.dtype, max_slots, max_length),
-            budget,
-        )
+        shape = len(forward.layers), forward.num_kv_heads, forward.head_dim, forward.dtype, max_slots, max_length
+        kept = (len(forward.moe_layers), forward.top_k) if routes else (0, 0)
+        self.cache = KVCache(KVShape(*shape, *kept), budget)
 
     def prefill(self, prompts: Sequence[Tokens], slots: Sequence[Sequence[int]], live: int) -> torch.Tensor:
         """Compute each prompt once and fill all of its slots.
@@ -85,8 +87,11 @@ class Decoder:
             self.cache.values[layer][targets, :, :width] = values[sources]
             return causal_attention(queries, keys, values)
 
+        def routed(layer: int, experts: torch.Tensor) -> None:
+            self.cache.routes[layer][targets, 0, :width] = experts[sources].to(ROUTE)
+
         positions = torch.arange(width)[None]
-        hidden = self.forward.hidden_states(torch.from_numpy(padded), positions, attend)
+        hidden = self.forward.hidden_states(torch.from_numpy(padded), positions, attend, self._if_kept(routed))
         return hidden[torch.arange(len(prompts)), torch.from_numpy(lengths - 1)]
 
     def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> torch.Tensor:
@@ -124,8 +129,28 @@ class Decoder:
                 attended[far] = masked_attention(queries[far], *whole, far_mask)
             return attended
 
-        hidden = self.forward.hidden_states(torch.from_numpy(tokens)[:, None], where[:, None], attend)
+        def routed(layer: int, experts: torch.Tensor) -> None:
+            self.cache.routes[layer][torch.arange(rows), 0, where] = experts[:, 0].to(ROUTE)
+
+        hidden = self.forward.hidden_states(
+            torch.from_numpy(tokens)[:, None], where[:, None], attend, self._if_kept(routed)
+        )
         return self.forward.logits(hidden[:, 0])
+
+    def _if_kept(self, routed: Routed) -> Routed:
+        return routed if self.cache.routes else ignore_routes
+
+    def routes(self, slot: int, begin: int, end: int) -> NDArray[np.int32] | None:
+        """Experts of the cached tokens [begin, end) of a slot, [end - begin, layers, top_k]; None unless they are kept.
+
+        All layers of the model have an entry; those of layers without experts are 0.
+        """
+        if not self.cache.routes:
+            return None
+        found = np.zeros((end - begin, len(self.forward.layers), self.forward.top_k), np.int32)
+        for layer, tensor in zip(self.forward.moe_layers, self.cache.routes, strict=True):
+            found[:, layer] = tensor[slot, 0, begin:end].numpy()
+        return found
 
     def fits(self, sequences: int, length: int) -> bool:
         """Whether the keys and values of so many sequences of this length are within the budget."""
@@ -135,13 +160,13 @@ class Decoder:
         """Copy slots; see `KVCache.move`."""
         self.cache.move(torch.from_numpy(destinations), torch.from_numpy(sources), length)
 
-    def save(self, slot: int, length: int) -> torch.Tensor:
+    def save(self, slot: int, length: int) -> Saved:
         """See `KVCache.save`."""
         return self.cache.save(slot, length)
 
-    def restore(self, saved: Sequence[torch.Tensor], live: int) -> None:
+    def restore(self, saved: Sequence[Saved], live: int) -> None:
         """Write what `save` returned into the slots from `live` on, keeping those before."""
-        self.cache.reserve(live + len(saved), max(part.shape[2] for part in saved) + 1, live)
+        self.cache.reserve(live + len(saved), max(part.length for part in saved) + 1, live)
         for slot, part in enumerate(saved, live):
             self.cache.restore(slot, part)
 

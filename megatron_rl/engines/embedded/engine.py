@@ -62,7 +62,8 @@ class Engine:
         _require_checksum(weights, options)
         limits = _limits(model, options)
         kind = FixedShapeDecoder if options.deterministic else Decoder
-        decoder = kind(forward, options.max_running_requests, limits.context_length, _kv_budget(options))
+        routes = options.enable_return_routed_experts
+        decoder = kind(forward, options.max_running_requests, limits.context_length, _kv_budget(options), routes)
         self.service = Service(limits, _tokenizer(options.model), options.seed)
         self.scheduler = Scheduler(
             decoder,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .decoder import Decoder, Reach
 from .forward import ForwardPass, masked_attention, visible_up_to
-from .kv_cache import KVCache, KVShape
+from .kv_cache import ROUTE, KVCache, KVShape
 from .request import Tokens
 
 ROWS = 16
@@ -32,9 +32,12 @@ class FixedShapeDecoder(Decoder):
         ValueError: the cache of this fixed size does not fit into `budget` bytes.
     """
 
-    def __init__(self, forward: ForwardPass, max_slots: int, max_length: int, budget: int) -> None:
+    def __init__(
+        self, forward: ForwardPass, max_slots: int, max_length: int, budget: int, routes: bool = False
+    ) -> None:
         slots, length = _round_up(max(max_slots, ROWS), ROWS), _round_up(max_length, LENGTH_STEP)
-        super().__init__(forward, slots, length, budget)
+        super().__init__(forward, slots, length, budget, routes)
+        forward.fixed_shapes = True
         needed = self.cache.shape.bytes_for(slots, length)
         if needed > budget:
             raise ValueError(
@@ -95,7 +98,10 @@ class FixedShapeDecoder(Decoder):
             ]
             return torch.cat(one, dim=1)
 
-        return self.forward.hidden_states(tokens, positions, attend)
+        def routed(layer: int, experts: torch.Tensor) -> None:
+            self._scratch.routes[layer][:, 0, first : first + self._chunk] = experts.to(ROUTE)
+
+        return self.forward.hidden_states(tokens, positions, attend, self._if_kept(routed))
 
     def wipe(self, slots: NDArray[np.int64]) -> None:
         """See `Decoder.wipe`; whichever scratch rows the prompts went through are wiped with them."""
@@ -105,9 +111,13 @@ class FixedShapeDecoder(Decoder):
     def _copy_to_slots(self, slots: list[Sequence[int]], length: int) -> None:
         targets = torch.tensor([slot for copies in slots for slot in copies])
         sources = torch.from_numpy(np.repeat(np.arange(len(slots)), [len(copies) for copies in slots]))
-        for layer in range(len(self.cache.keys)):
-            self.cache.keys[layer][targets, :, :length] = self._scratch.keys[layer][sources, :, :length]
-            self.cache.values[layer][targets, :, :length] = self._scratch.values[layer][sources, :, :length]
+        pairs = zip(
+            (*self.cache.keys, *self.cache.values, *self.cache.routes),
+            (*self._scratch.keys, *self._scratch.values, *self._scratch.routes),
+            strict=True,
+        )
+        for tensor, scratch in pairs:
+            tensor[targets, :, :length] = scratch[sources, :, :length]
 
     def decode(self, tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> torch.Tensor:
         """See `Decoder.decode`; logits of all slots are computed and those of live ones returned."""

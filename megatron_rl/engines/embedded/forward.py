@@ -1,6 +1,6 @@
 """One pass through the modules of a transformers model; where keys and values live, and who sees them, is passed in.
 
-Qwen2, Qwen3 (dense), Llama and Mistral share their layout, so their layers are driven directly: no cache object, mask
+Qwen2, Qwen3, Llama, Mistral and Mixtral share their layout, so their layers are driven directly: no cache object, mask
 builder or output class of transformers stands in the decoding loop, and `tests/contract` holds the result to its full
 forward.
 """
@@ -14,10 +14,20 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from .experts import has_experts, mix_experts
+
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [B, Hq, S, D], keys [B, Hkv, S, D], values) -> [B, S, Hq * D]."""
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+Routed = Callable[[int, torch.Tensor], None]
+"""(which of the MoE layers, experts [B, S, top_k]): told where each token went."""
+
+
+def ignore_routes(layer: int, experts: torch.Tensor) -> None:
+    """Where nobody wants to know."""
+
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ForwardPass:
@@ -43,17 +53,31 @@ class ForwardPass:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
+        self.moe_layers = [index for index, layer in enumerate(self.layers) if has_experts(layer.mlp)]
+        """Layers, from 0, whose MLP is a mixture of experts."""
+        self.top_k: int = config.num_experts_per_tok if self.moe_layers else 0
+        self.fixed_shapes = False
+        """Whether kernels must run at shapes that no token decides."""
 
-    def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def hidden_states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, routed: Routed = ignore_routes
+    ) -> torch.Tensor:
         """tokens, positions int64 [B, S] -> [B, S, hidden], after the final norm."""
         decoder = self.model.model
         hidden = decoder.embed_tokens(tokens)
         cos, sin = (table.unsqueeze(1) for table in decoder.rotary_emb(hidden, positions))
+        place = {layer: number for number, layer in enumerate(self.moe_layers)}
         for index, layer in enumerate(self.layers):
             queries, keys, values = self._project(layer.self_attn, layer.input_layernorm(hidden))
             attended = attend(index, _rotate(queries, cos, sin), _rotate(keys, cos, sin), values)
             hidden = hidden + layer.self_attn.o_proj(attended)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            normed = layer.post_attention_layernorm(hidden)
+            if index in place:
+                outputs, experts = mix_experts(layer.mlp, normed, self.fixed_shapes)
+                routed(place[index], experts)
+            else:
+                outputs = layer.mlp(normed)
+            hidden = hidden + outputs
         return decoder.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,8 @@ class EmbeddedOptions:
     """Seeds requests that bring no sampling_seed; None = from the operating system."""
     num_threads: int | None = None
     """Threads of one kernel; None = what torch chooses."""
+    enable_return_routed_experts: bool = False
+    """Keep which experts every token was routed to, for requests that ask."""
     kv_cache_gib: float | None = None
     """Memory for keys and values of running sequences, and an eighth more for ended ones that may be continued; None =
     half of what is available at start."""

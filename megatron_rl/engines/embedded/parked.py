@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import torch
-
+from .kv_cache import Saved
 from .request import Tokens
 
 
@@ -23,13 +22,13 @@ class Parked:
 
     def __init__(self, max_sequences: int, budget: int) -> None:
         self._max_sequences, self._budget = max_sequences, budget
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[bytes, Saved] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, tokens: Tokens, saved: torch.Tensor) -> None:
+    def put(self, tokens: Tokens, saved: Saved) -> None:
         """Keep what was computed of `tokens`."""
         self.take(tokens)
         self._kept[tokens.tobytes()] = saved
@@ -37,7 +36,7 @@ class Parked:
         while len(self._kept) > self._max_sequences or self._bytes > self._budget:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
-    def take(self, tokens: Tokens) -> torch.Tensor | None:
+    def take(self, tokens: Tokens) -> Saved | None:
         """What was computed of exactly these tokens, which is then gone."""
         saved = self._kept.pop(tokens.tobytes(), None)
         if saved is not None:

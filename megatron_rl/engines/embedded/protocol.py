@@ -122,13 +122,15 @@ class GenerateRequest(Body):
     sampling_params: SamplingParams | list[SamplingParams] | None = None
     return_logprob: bool | list[bool] | None = False
     logprob_start_len: int | list[int] | None = -1
+    return_routed_experts: bool = False
+    """Without effect where the server does not keep them, as in SGLang."""
+    routed_experts_start_len: int = 0
     # Neutral values only:
     stream: Literal[False] = False
     text: None = None
     top_logprobs_num: Literal[0] | None = 0
     token_ids_logprob: None = None
     return_text_in_logprobs: Literal[False] | None = False
-    return_routed_experts: Literal[False] | None = False
     return_hidden_states: Literal[False] | None = False
     return_sampling_mask: Literal[False] | None = False
     return_entropy: Literal[False] | None = False
@@ -159,10 +161,22 @@ class GenerateRequest(Body):
             seed = _seed(param.sampling_seed, fresh_seed)
             for k in range(n):
                 sampling = param.to_sampling(limits, len(prompt), derive_seed(seed, k))
-                call.requests.append(Request(rids[index * n + k], prompt, sampling, start))
+                call.requests.append(Request(rids[index * n + k], prompt, sampling, start, self._routed_from(prompt)))
                 call.return_log_probs.append(wanted[index])
                 call.skip_special_tokens.append(_default(param.skip_special_tokens, True))
         return call
+
+    def _routed_from(self, prompt: np.ndarray) -> int | None:
+        if not self.return_routed_experts:
+            return None
+        start = self.routed_experts_start_len
+        _require(start >= 0, f"routed_experts_start_len={start} is lower than 0. Please use a non-negative one.")
+        _require(
+            start <= len(prompt),
+            f"routed_experts_start_len={start} is higher than the number of input tokens {len(prompt)}. Please use a "
+            "smaller one.",
+        )
+        return start
 
     def _rids(self, prompts: int, n: int, single: bool) -> list[str]:
         """One id per sequence. An id given for several begins all of theirs, so that aborting it aborts them."""

@@ -50,11 +50,15 @@ class Request:
     sampling: Sampling
     input_log_probs_from: int | None = None
     """First prompt position whose log-prob is wanted; None = none."""
+    routed_from: int | None = None
+    """First token whose experts are wanted; None = none."""
 
     output_ids: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
     log_probs: LogProbs = field(default_factory=lambda: np.empty(0, np.float32))
     input_log_probs: LogProbs | None = None
     """float32 [P - from - 1], of prompt positions from + 1 on, at temperature 1."""
+    routed_experts: NDArray[np.int32] | None = None
+    """[T - 1 - from, layers, top_k] of the tokens that were read, all but the last; set when it ends."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from another request's."""
     num_retractions: int = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import pybase64
+
 from .request import Request
 from .weights import overall_checksum
 
@@ -29,6 +31,8 @@ def generation(request: Request, text: str | None, return_log_probs: bool, secon
         pairs = zip(request.log_probs.tolist(), output_ids, strict=True)
         meta["output_token_logprobs"] = [(log_prob, token, None) for log_prob, token in pairs]
         meta["output_token_logprobs_length"] = len(output_ids)
+    if request.routed_experts is not None:
+        meta["routed_experts"] = pybase64.b64encode_as_string(request.routed_experts.tobytes())
     meta["dp_rank"] = None
     meta["e2e_latency"] = seconds
     answer: dict[str, Any] = {} if text is None else {"text": text}

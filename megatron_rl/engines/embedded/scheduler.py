@@ -178,7 +178,7 @@ class Scheduler:
         self._decoder.restore([saved for _, saved in found], len(self._batch))
         self._batch.add([request for request, _ in found])
         for request, saved in found:
-            request.cached_tokens, request.prefilled = saved.shape[2], True
+            request.cached_tokens, request.prefilled = saved.length, True
         joined = {request for request, _ in found}
         return [r for r in requests if r not in joined]
 
@@ -222,6 +222,10 @@ class Scheduler:
         if broken:
             self._decoder.wipe(np.array(broken))
         ended = [(self._batch.requests[row], reason) for row, reason in reasons.items()]
+        for row, (request, _) in zip(reasons, ended, strict=True):
+            if request.routed_from is not None:
+                end = len(self._batch.cached(row))
+                request.routed_experts = self._decoder.routes(row, min(request.routed_from, end), end)
         for row, reason in reasons.items():
             if reason["type"] in ("length", "abort") and row not in broken:
                 cached = self._batch.cached(row)

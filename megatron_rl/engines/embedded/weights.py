@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from .experts import named_views
 from .options import Dtype
 
 
@@ -36,8 +37,9 @@ class Weights:
     """Parameters of one loaded model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._parameters = dict(model.named_parameters())  # tied ones once
-        self._aliases = {n for n, _ in model.named_parameters(remove_duplicate=False)} - set(self._parameters)
+        self._parameters = dict(named_views(model))  # tied ones once
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._aliases = tied - {name for name, _ in model.named_parameters()}
 
     def update(self, path: str) -> None:
         """Replace all parameters by those in the safetensors files of `path`.
