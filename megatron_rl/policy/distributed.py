@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl import cpu_backend
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
     from megatron_rl.config.parallel import ParallelConfig
 else:
@@ -164,14 +165,14 @@ def _join(place: Place, backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
-def shared_store(place: Place, timeout_s: float) -> dist.Store:
+def shared_store(place: Place, timeout_s: float) -> Store:
     """A key-value store of all ranks, for those that send each other no tensors and need no process group. Collective.
 
     Args:
         timeout_s: seconds after which meeting, and later a wait for a key, gives up.
     """
     store = place.meeting.meet(_serve, _connect, timeout_s)
-    found: dist.Store = store if store is not None else next(iter(dist.rendezvous("env://")))[0]
+    found: Store = store if store is not None else next(iter(rendezvous("env://")))[0]
     found.set_timeout(timedelta(seconds=timeout_s))
     return found
 
