@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,7 +27,6 @@ app = typer.Typer(
 )
 _out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 Source = Annotated[Path, typer.Argument(help="Hugging Face directory, or Megatron checkpoint.", metavar="SRC")]
 Target = Annotated[Path, typer.Argument(help="Directory to write; it must not exist.", metavar="DST")]
 HfDir = Annotated[
@@ -38,9 +37,17 @@ Memory = Annotated[str, typer.Option("--max-memory", help="Memory for tensors, s
 AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Go on past NaN and infinity; the tensors are listed.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be written; write nothing.")]
 ShardSize = Annotated[str, typer.Option("--shard-size", help="Largest safetensors file.")]
-OutDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Of the written weights; default: as they are.")]
+OutDtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="float32, bfloat16 or float16 (fp32, bf16, fp16); default: as they are."),
+]
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Cut for so many tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="One file at least for each of so many pipeline stages.")]
+Vpp = Annotated[int | None, typer.Option("--vpp", min=2, help="Model chunks of each pipeline stage (interleaved).")]
+First = Annotated[int | None, typer.Option("--first-stage-layers", min=1, help="Default: as many as other stages.")]
+Last = Annotated[int | None, typer.Option("--last-stage-layers", min=1, help="Default: as many as other stages.")]
+Ep = Annotated[int, typer.Option("--ep", min=1, help="Files for so many expert-parallel ranks.")]
+Etp = Annotated[int, typer.Option("--etp", min=1, help="Cut experts for so many expert-tensor-parallel ranks.")]
 
 
 @app.command("hf-to-megatron")
@@ -49,6 +56,11 @@ def hf_to_megatron(
     out: Target,
     tp: Tp = 1,
     pp: Pp = 1,
+    vpp: Vpp = None,
+    first: First = None,
+    last: Last = None,
+    ep: Ep = 1,
+    etp: Etp = 1,
     vocab_multiple: Annotated[
         int, typer.Option("--make-vocab-size-divisible-by", min=1, help="As in Megatron; times --tp.")
     ] = 128,
@@ -65,7 +77,7 @@ def hf_to_megatron(
     from megatron_rl.weights.convert.cuts import TargetLayout
     from megatron_rl.weights.convert.opened import open_checkpoint
 
-    layout = TargetLayout(tp, pp, vocab_multiple)
+    layout = TargetLayout(tp, pp, vocab_multiple, vpp, first, last, ep, etp)
     _do(actions.hf_to_megatron(open_checkpoint(source), out, layout, _dtype(dtype)), max_memory, allow_nan, dry_run)
 
 
@@ -95,17 +107,25 @@ def megatron_to_hf(
 def cast(
     source: Source,
     out: Target,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the written weights.")],
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", help="float32, bfloat16, float16 (fp32, bf16, fp16), or fp8: in blocks with scales."),
+    ],
     shard_size: ShardSize = "5GB",
     max_memory: Memory = "8GiB",
     allow_nan: AllowNan = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Write the same checkpoint in another number format; an optimizer's state keeps its own."""
+    """Write the same checkpoint in another number format; an optimizer's state keeps its own.
+
+    With fp8, matrices of layers are written in blocks of 128 x 128 with scales, as DeepSeek-V3's are.
+
+    Example: megatron-rl convert cast models/DeepSeek-V3 models/DeepSeek-V3-bf16 --dtype bf16
+    """
     from megatron_rl.weights.convert import actions
     from megatron_rl.weights.convert.opened import open_checkpoint
 
-    wanted = _dtype(dtype)
+    wanted = _dtype(dtype, fp8_too=True)
     assert wanted is not None
     plan = actions.cast(open_checkpoint(source), out, wanted, _bytes(shard_size, "--shard-size"))
     _do(plan, max_memory, allow_nan, dry_run)
@@ -144,6 +164,11 @@ def reshard(
     out: Target,
     tp: Tp = 1,
     pp: Pp = 1,
+    vpp: Vpp = None,
+    first: First = None,
+    last: Last = None,
+    ep: Ep = 1,
+    etp: Etp = 1,
     max_memory: Memory = "8GiB",
     allow_nan: AllowNan = False,
     dry_run: DryRun = False,
@@ -156,7 +181,8 @@ def reshard(
     from megatron_rl.weights.convert.cuts import TargetLayout
     from megatron_rl.weights.convert.opened import open_checkpoint
 
-    _do(actions.reshard(open_checkpoint(source), out, TargetLayout(tp, pp)), max_memory, allow_nan, dry_run)
+    layout = TargetLayout(tp, pp, 1, vpp, first, last, ep, etp)
+    _do(actions.reshard(open_checkpoint(source), out, layout), max_memory, allow_nan, dry_run)
 
 
 @app.command()
@@ -249,6 +275,8 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool) -> No
 
     options = Options(_bytes(max_memory, "--max-memory"), allow_nan)
     check_out(plan.out)
+    if plan.left_out:
+        _out.print(f"left out, since Megatron's model here has no such part: {', '.join(plan.left_out)}")
     if dry_run:
         for file in plan.target.files:
             _out.print(f"{file.name}  {len(file.tensors)} tensors  {file.size:,} bytes")
@@ -276,7 +304,20 @@ def _bytes(text: str, key: str) -> int:
     return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
 
 
-def _dtype(name: str | None) -> Any:
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _dtype(name: str | None, fp8_too: bool = False) -> Any:
     import torch
 
-    return None if name is None else getattr(torch, name)
+    from megatron_rl.weights import fp8
+
+    if name is None:
+        return None
+    found = _DTYPES.get(name, name)
+    if found in _DTYPES.values():
+        return getattr(torch, found)
+    if found == "fp8" and fp8_too:
+        return fp8.FP8
+    known = ", ".join(f"{long} ({short})" for short, long in _DTYPES.items())
+    raise ConfigError(f"--dtype={name}: one of {known}" + (", fp8" if fp8_too else "; fp8 is for `convert cast`"))

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import HfConfig
-from megatron_rl.weights import WeightsError
+from megatron_rl.weights import WeightsError, fp8
 from megatron_rl.weights.convert.cuts import TargetLayout, cut, rewritten
 from megatron_rl.weights.convert.hf_target import SHARD_BYTES, HfTarget, largest_part
 from megatron_rl.weights.convert.job import Options, Outcome, Progress, Target, run
 from megatron_rl.weights.convert.megatron_lm import extra_states, megatron_lm_arguments
 from megatron_rl.weights.convert.opened import Opened
 from megatron_rl.weights.convert.team import ALONE, Team
-from megatron_rl.weights.convert.tensors import Changed, Rows, cast_rows
+from megatron_rl.weights.convert.tensors import Changed, Quantised, Rows, cast_rows
 from megatron_rl.weights.convert.torch_dist import RELEASE, TorchDistReader
 from megatron_rl.weights.convert.torch_dist_target import TorchDistTarget
 from megatron_rl.weights.convert.views import as_megatron
@@ -34,6 +34,8 @@ class Conversion:
     target: Target
     out: Path
     identity: Mapping[str, Any]
+    left_out: Sequence[str] = ()
+    """Tensors of the source that the target has no place for."""
 
     @property
     def size(self) -> int:
@@ -71,7 +73,8 @@ def hf_to_megatron(source: Opened, out: Path, layout: TargetLayout, dtype: torch
         hf=source.companions,
         tracker=RELEASE,
     )
-    return Conversion(target, out, _identity("hf-to-megatron", [source], layout=vars(layout), dtype=str(dtype)))
+    identity = _identity("hf-to-megatron", [source], layout=vars(layout), dtype=str(dtype))
+    return Conversion(target, out, identity, source.left_out())
 
 
 def megatron_to_hf(source: Opened, out: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Conversion:
@@ -89,12 +92,43 @@ def megatron_to_hf(source: Opened, out: Path, dtype: torch.dtype | None, shard_b
 
 
 def cast(source: Opened, out: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> Conversion:
-    """The same checkpoint with its floating-point weights in another dtype; optimizer state keeps its own."""
+    """The same checkpoint with its floating-point weights in another dtype; optimizer state keeps its own.
+
+    With `fp8.FP8` matrices of layers but the router's become blocks with scales, and all else is in bfloat16.
+
+    Raises:
+        WeightsError: blocks of fp8 are wanted of a Megatron checkpoint, which holds none.
+    """
     identity = _identity("cast", [source], dtype=str(dtype), shard=shard_bytes)
     if isinstance(source.reader, TorchDistReader):
+        if dtype is fp8.FP8:
+            raise WeightsError(
+                f"{source.path}: a Megatron checkpoint holds no blocks of fp8; use `convert megatron-to-hf` first, and "
+                "cast what it writes"
+            )
         return Conversion(rewritten(source.path, source.reader, TargetLayout(), dtype), out, identity)
-    tensors = {name: source.reader[name] for name in sorted(source.reader.names)}
-    return Conversion(HfTarget(_cast(tensors, dtype), _companions(source), shard_bytes), out, identity)
+    hf = source.hf() if source.companions is not None else None
+    if dtype is fp8.FP8:
+        tensors = _quantised(_cast(source.plain(torch.bfloat16), torch.bfloat16, hf), source)
+    else:
+        tensors = _cast(source.plain(dtype), dtype, hf)
+    return Conversion(HfTarget(tensors, _companions(source), shard_bytes, dtype), out, identity)
+
+
+def _quantised(tensors: Mapping[str, Rows], source: Opened) -> dict[str, Rows]:
+    ends = {
+        name.rsplit(".", 2)[-2]
+        for row in family_of(source.hf()).rows(source.hf())
+        for name in row.hf
+        if ".linear_" in row.rule.megatron
+    }
+    found: dict[str, Rows] = {}
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 2 and name.endswith(".weight") and name.split(".")[-2] in ends:
+            found |= {name: Quantised(tensor), name + fp8.SUFFIX: Quantised(tensor, is_scales=True)}
+        else:
+            found[name] = tensor
+    return found
 
 
 def average(

@@ -29,11 +29,18 @@ class HfTarget:
         tensors: what is written, in this order.
         beside: directory of the config, tokenizer etc. that are copied.
         shard_bytes: what a file shall not exceed; a larger tensor gets a file of its own.
+        dtype: what config.json says afterwards; None = that of most of the numbers.
     """
 
-    def __init__(self, tensors: Mapping[str, Rows], beside: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Rows],
+        beside: Path,
+        shard_bytes: int = SHARD_BYTES,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._beside = beside
-        self._dtype = largest_part(tensors.values())
+        self._dtype = dtype or largest_part(tensors.values())
         buckets = plan_buckets(([TensorSpec(name, t.shape, t.dtype)] for name, t in tensors.items()), shard_bytes)
         count = len(buckets)
         self.files = [

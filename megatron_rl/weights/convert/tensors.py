@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.weights import fp8
 from megatron_rl.weights.safetensors_file import FLOATS
 
 BLOCK_BYTES = 16 * 2**20
@@ -89,6 +90,37 @@ def cast_rows(tensor: Rows, dtype: torch.dtype | None) -> Rows:
     return Changed(tensor.name, dtype, (tensor,), lambda blocks: blocks[0].to(dtype))
 
 
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix as blocks of fp8 numbers (`fp8`), or the scales of these."""
+
+    of: Rows
+    is_scales: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.of.name + (fp8.SUFFIX if self.is_scales else "")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.of.shape
+        return fp8.scale_shape(rows, columns) if self.is_scales else (rows, columns)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.is_scales else fp8.FP8
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        if self.is_scales:
+            parts = [self._quantised(block * fp8.BLOCK, (block + 1) * fp8.BLOCK)[1] for block in range(begin, end)]
+            return torch.cat(parts)
+        first = begin - begin % fp8.BLOCK
+        return self._quantised(first, end)[0][begin - first : end - first]
+
+    def _quantised(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        return fp8.quantise(self.of.rows(begin, min(-(-end // fp8.BLOCK) * fp8.BLOCK, self.of.shape[0])))
+
+
 def size_of(tensor: Rows) -> int:
     """Bytes."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -98,5 +130,6 @@ def blocks(tensor: Rows, size: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """Ranges of rows of about `size` bytes each (one row at least)."""
     count = tensor.shape[0] if tensor.shape else 1
     step = max(1, size * count // max(1, size_of(tensor)))
+    step -= step % fp8.BLOCK if step > fp8.BLOCK else 0  # blocks of fp8 are then read once
     for begin in range(0, count, step):
         yield begin, min(begin + step, count)
