@@ -167,7 +167,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=32, help="prompts of a step (default 32)")
     parser.add_argument("--group-size", type=int, default=4, help="samples of a prompt (default 4)")
-    parser.add_argument("--median", type=float, default=24, help="median length of a response (default 24)")
+    parser.add_argument("--median", type=float, default=64, help="median length of a response (default 64)")
     parser.add_argument("--tail", type=float, default=8.0, help="99th percentile over median (default 8)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each side (default 20)")
     parser.add_argument("--first", type=int, default=5, help="first step that counts, from 1 (default 5)")

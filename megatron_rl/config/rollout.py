@@ -31,7 +31,8 @@ class RolloutConfig(Section):
     dynamic_sampling: Literal["off", "refill", "mask"] = "off"
     """Groups whose answers are all right or all wrong: kept, replaced by fresh ones, or masked out of the loss."""
     oversample: float = Field(1.0, ge=1)
-    """Groups at work at once for one batch, as a multiple of groups_per_step; async: only as many as will be used."""
+    """Groups at work at once for one batch, as a multiple of groups_per_step; with partial_rollouts as many responses as
+    these have, of more groups; async: only as many as will be used."""
     max_sample_rounds: int = Field(10, ge=1)
     """Rounds of refilling before the run stops and shows the pass rates."""
     overlong_cache: int | None = Field(None, ge=1)
@@ -47,7 +48,9 @@ class RolloutConfig(Section):
     step_timeout_s: Seconds = 3600.0
     """Deadline of one step's rollouts."""
     retries: int = Field(3, ge=0)
-    """Further attempts of a segment after replicas failed. An engine's answer is never asked for twice."""
+    """Further attempts of a segment after replicas failed. An answer that can be read is never asked for twice. Where a
+    replica fails at a request (HTTP 5xx, an unreadable answer), another one is asked; if that fails alike, or there is
+    none, the run ends. HTTP 429 and 503 are asked again after pauses until request_timeout_s, however few retries."""
     client_workers: int | None = Field(None, ge=0, le=64)
     """Processes that talk to the engines; 0 = the controller itself; null = 0 with embedded engines, else
     cluster.controller_cpus."""

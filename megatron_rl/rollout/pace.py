@@ -28,7 +28,7 @@ class Pace:
         keeps: unfinished groups are suspended, not given back.
         refill: groups without a signal are replaced.
         needed: groups of one batch.
-        round: groups that run at once for one batch, ceil(oversample x needed).
+        round: groups whose responses run at once for one batch, ceil(oversample x needed).
         max_staleness: published versions that a token may be behind.
         steps: of the run.
     """
@@ -57,7 +57,7 @@ class Pace:
 
     @property
     def round(self) -> int:
-        """Groups that run at once for one batch."""
+        """Groups whose responses run at once for one batch."""
         return capacity_of(self.needed, self.oversample, 0)
 
     @property
@@ -88,24 +88,24 @@ class Pace:
         """Groups still wanted when `usable` finished ones are there, those of a chosen batch among them; 0 = none."""
         return max(0, self.batches(step, chosen) * self.needed - usable)
 
-    def to_start(self, step: int, chosen: bool, *, usable: int, finished: int, in_flight: int, alive: int) -> int:
+    def to_start(self, step: int, chosen: bool, *, usable: int, finished: int, at_work: float, alive: int) -> float:
         """How many further groups are to run now, resumed ones or new ones; new ones need a free slot as well.
 
-        What is kept costs nothing, so a run that keeps its unfinished groups has `round` of them at work until the
-        batch is complete: a straggler takes one place and blocks nobody. Where they are given back, none is started
-        that is not expected to be used (`groups_to_start`). `async` expects all to be used, within the slots: started
-        beyond that, they would be too old when their turn comes.
+        What is kept costs nothing, so a run that keeps its unfinished groups has the responses of `round` of them at
+        work until the batch is complete: a straggler takes one place, not its group's, and blocks nobody. Where they
+        are given back, none is started that is not expected to be used (`groups_to_start`). `async` expects all to be
+        used, within the slots: started beyond that, they would be too old when their turn comes.
 
         Args:
             usable, finished: finished groups that may be trained on, and all of them.
-            in_flight: groups at work.
+            at_work: groups that the responses at work would fill.
             alive: slots taken: at work, suspended, usable.
         """
         missing = self.missing(step, chosen, usable)
         if not missing:
             return 0
         if self.keeps and not self.never_halts:
-            return max(0, self.round - in_flight)
+            return max(0.0, self.round - at_work)
         batches = self.batches(step, chosen)
         return groups_to_start(
             needed=batches * self.needed,

@@ -35,7 +35,7 @@ from .pace import Pace
 from .pool import Choice, GroupPool, choose
 from .progress import Maker, Status, StepConflict, StepProgress
 from .sample import Group
-from .seen import Ages, Seen, ages_of, choice_metrics, staleness_of_batch, tokens_of
+from .seen import Ages, Seen, ages_of, choice_metrics, responses_at_work, staleness_of_batch, tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -152,21 +152,21 @@ class Scheduler:
     def _start(self) -> None:
         if not self._open:
             return
-        pool, chosen = self.pool, self.progress.choice is not None
-        count = self.pace.to_start(
+        pool, chosen, size = self.pool, self.progress.choice is not None, self._cfg.rollout.group_size
+        room = size * self.pace.to_start(
             self.progress.step,
             chosen,
             usable=pool.usable_count,
             finished=len(pool.finished),
-            in_flight=len(pool.in_flight),
+            at_work=responses_at_work(pool.in_flight, self._maker.in_flight, size) / size,
             alive=pool.alive,
         )
-        resumable = len(pool.partials) if self.pace.never_halts and self._missing else count
-        while resumable > 0 and (group := pool.resume()) is not None:
+        everything = self.pace.never_halts and self._missing > 0
+        while (everything or room > 0) and (group := pool.resume()) is not None:
             self._seen.resume(group)
+            room -= 0 if everything else len(group.unfinished)
             self._work(group.id, group)
-            resumable, count = resumable - 1, count - (not self.pace.never_halts)
-        for _ in range(min(count, self._budget - self._seen.started)):
+        for _ in range(min(math.ceil(room / size), self._budget - self._seen.started)):
             group_id = pool.admit()
             if group_id is None:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,3 +114,8 @@ def staleness_of_batch(
         "rollout/pool_age_mean": sum(waiting) / max(1, len(waiting)),
         "rollout/pool_age_max": float(max(waiting, default=0)),
     }
+
+
+def responses_at_work(ids: Collection[int], known: Mapping[int, Group], group_size: int) -> int:
+    """Responses of the groups `ids` that have not ended; all of a group that is not `known` yet: it is to begin."""
+    return sum(len(known[i].unfinished) if i in known else group_size for i in ids)

@@ -83,6 +83,25 @@ def test_every_step_has_its_groups_and_every_prompt_one_fate(
     assert maker.busiest <= played.scheduler.pool.capacity
 
 
+def test_responses_that_end_leave_their_places_though_their_groups_go_on():
+    at_work: list[int] = []
+
+    class Watched(SlowMaker):
+        async def make(self, *words: Any) -> Group:
+            at_work.append(sum(len(group.unfinished) for group in self.in_flight.values()))
+            return await super().make(*words)
+
+    dice = random.Random(1)
+    maker = Watched(lambda _: (dice.randint(1, 4), dice.randint(20, 60)), lambda _: 1, segment=1)
+    settings_ = {"partial_rollouts": True, "oversample": 2.0, "stale_policy": "keep_with_correction"}
+    played = Run(config(8, **settings_), maker)
+    run(played.train())
+    places = played.scheduler.pace.round * played.cfg.rollout.group_size
+    assert max(at_work) < places  # each time a group began, the places for it were free
+    assert maker.busiest > 1.5 * played.scheduler.pace.round
+    assert maker.busiest <= played.scheduler.pool.capacity
+
+
 @pytest.mark.parametrize("policy", ["drop", "mask_stale_tokens", "keep_with_correction"])
 @pytest.mark.parametrize("mode", KEEPING)
 def test_groups_that_never_finish_do_not_stop_the_run(mode, policy):
