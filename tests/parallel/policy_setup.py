@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.policy.batch import SequenceBatch
-from megatron_rl.policy.microbatch import Plan, plan_microbatches
+from megatron_rl.policy.microbatch import Plan
+from megatron_rl.policy.step_batch import plan_lengths
 from tests.parallel.launch import this_rank
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 DP2 = {"data_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 
 
 def make_config(
@@ -63,8 +65,8 @@ def make_batch(vocab_size: int, seed: int = 0, count: int = 9, masked: Sequence[
 
 def local_part(batch: SequenceBatch, cfg: Config, dp_rank: int, max_tokens: int = 64) -> tuple[SequenceBatch, Plan]:
     """The plan of a whole batch and the sequences of one data-parallel rank."""
-    parallel = cfg.parallel
-    plan = plan_microbatches(batch.lengths, parallel.data_parallel_size, max_tokens, parallel.microbatch_multiple)
+    algorithm = cfg.algorithm.model_copy(update={"max_tokens_per_microbatch": max_tokens})
+    plan = plan_lengths(batch.lengths, cfg.model_copy(update={"algorithm": algorithm}))
     return batch.select(plan.sequences(dp_rank)), plan
 
 
@@ -105,7 +107,7 @@ def gradients(policy: Policy) -> dict[str, Any]:
 
     for chunk in policy._wrapped:
         if chunk.ddp_config.use_distributed_optimizer:  # each rank has the sum of its own share only
-            group = parallel_state.get_data_parallel_group()
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             for bucket in (bucket for part in chunk.bucket_groups for bucket in part.buckets):
                 mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)

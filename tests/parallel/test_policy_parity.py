@@ -16,7 +16,7 @@ import pytest
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.policy.batch import SequenceBatch
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import DP2, PP2, TP2, gradients, layout, local_part, make_batch, make_config
+from tests.parallel.policy_setup import CP2, DP2, PP2, TP2, gradients, layout, local_part, make_batch, make_config
 from tests.tiny import tiny_model
 from tests.worst import worst
 
@@ -53,6 +53,11 @@ CASES = {
     "pp2_microbatches": Case(PP2, max_tokens=24),
     "pp2_tied": Case(PP2, tied=True, max_tokens=48),
     "pp2_interleaved": Case(PP2 | {"virtual_pipeline_model_parallel_size": 2}, max_tokens=24),
+    "cp2": Case(CP2),
+    "cp2_microbatches": Case(CP2, max_tokens=24),
+    "cp2_tied": Case(CP2, tied=True),
+    "cp2_recompute_full": Case(CP2 | {"recompute": "full"}, max_tokens=48),
+    "cp2_recompute_selective": Case(CP2 | {"recompute": "selective"}),
     "dp2": Case(DP2),
     "dp2_microbatches": Case(DP2, max_tokens=24),
     "dp2_whole_optimizer": Case(DP2 | {"use_distributed_optimizer": False}),
