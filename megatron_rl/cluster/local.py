@@ -5,6 +5,9 @@
 
 Waits for: any process to end. All trainer ranks ended with 0 = the run is complete; anything else ends the run, and the
 message names the process that failed first, what its exit code means, and the end of its log.
+
+TERM may come to the launcher alone or to all processes at once (a service manager, a container): the trainer saves, for
+which it needs the controller, who therefore goes on until INT, and no engine, whose end is none of a failure then.
 """
 
 from __future__ import annotations
@@ -91,8 +94,9 @@ def _run(cfg: Config, run: RunDir, words: list[str], asked: StopRequest, lock: i
     try:
         _start_engines(cfg, run, roles, lock)
         if controller:
-            argv = [sys.executable, "-m", "megatron_rl.cli", "rollout", "--config", str(run.config)]
-            roles.append(start("controller", 0, argv, _environment(), run.log("controller", 0), lock=lock))
+            argv = [sys.executable, "-m", "megatron_rl.cli", "rollout", "--config", str(run.config), "--outlive-term"]
+            log_file = run.log("controller", 0)
+            roles.append(start("controller", 0, argv, _environment(), log_file, lock=lock, stop_signal=signal.SIGINT))
         _start_ranks(cfg, run, words, roles, lock)
         return _watch(roles, asked, cfg.cluster.stop_timeout_s, Anchor(run))
     except RunDirError:
@@ -161,7 +165,12 @@ def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float, anchor:
             return max(c or 0 for c in codes)
         ended = [r for r in roles if r.process.poll() is not None]
         failed = [r for r in ended if r.name != "trainer" or _exit_code(r, passed_on) not in (0, EXIT_RESUMABLE)]
+        if passed_on:
+            failed = [r for r in failed if r.name != "engine"]
         if failed:
+            time.sleep(1.0)  # others may fall because of the first; or all were told to end, and we hear of it last
+            if asked.asked_at and not passed_on:
+                continue
             raise RunFailed(_first_failure(failed, roles))
         if EXIT_RESUMABLE in codes:
             # Saving is over when one rank has left; ranks that were still starting may wait for it in vain.
@@ -186,8 +195,7 @@ def _exit_code(trainer: Role, asked_to_stop: bool) -> int | None:
 
 
 def _first_failure(ended: list[Role], roles: list[Role]) -> str:
-    """Others may fall because of the first: give them a moment, then show the one that says most."""
-    time.sleep(1.0)
+    """Of those that have fallen by now, the one that says most."""
     ended = [r for r in roles if r.process.poll() not in (None, 0, EXIT_RESUMABLE)] or ended
     order = {"engine": 0, "controller": 1, "trainer": 2}
     return min(ended, key=lambda r: (order[r.name], r.rank)).describe_exit()

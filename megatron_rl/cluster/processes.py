@@ -31,6 +31,8 @@ class Role:
     log: Path
     log_start: int = 0
     """Bytes that earlier starts of the run had left in the log."""
+    stop_signal: signal.Signals = signal.SIGTERM
+    """What asks it to end."""
 
     def describe_exit(self) -> str:
         """What its exit code means, and the end of its log; on a full disk, why the reason may be missing."""
@@ -57,13 +59,15 @@ def start(
     *,
     console: bool = False,
     lock: int | None = None,
-    orphan_signal: signal.Signals = signal.SIGTERM,
+    stop_signal: signal.Signals = signal.SIGTERM,
+    orphan_signal: signal.Signals | None = None,
 ) -> Role:
     """Start a process whose stderr (and stdout, unless it owns the console) goes to `log`; it dies with its parent.
 
     Args:
         lock: file descriptor that the process keeps open, so that what it locks stays locked while the process lives.
-        orphan_signal: what the kernel sends it when the launcher dies, however the launcher dies.
+        stop_signal: what `stop` sends it first.
+        orphan_signal: what the kernel sends it when the launcher dies, however the launcher dies; None: `stop_signal`.
     """
     with open(log, "ab") as handle:
         log_start = handle.tell()
@@ -76,9 +80,9 @@ def start(
             stderr=handle,
             start_new_session=True,
             pass_fds=() if lock is None else (lock,),
-            preexec_fn=functools.partial(die_with_parent, orphan_signal),
+            preexec_fn=functools.partial(die_with_parent, orphan_signal or stop_signal),
         )
-    return Role(name, rank, process, log, log_start)
+    return Role(name, rank, process, log, log_start, stop_signal)
 
 
 def die_with_parent(number: signal.Signals) -> None:
@@ -87,9 +91,9 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def stop(roles: list[Role], timeout_s: float) -> None:
-    """TERM to all, then KILL to what is left after the timeout."""
+    """Ask all to end, then KILL to what is left after the timeout."""
     for role in roles:
-        _signal(role, signal.SIGTERM)
+        _signal(role, role.stop_signal)
     deadline = time.monotonic() + timeout_s
     for role in roles:
         try:

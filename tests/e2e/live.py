@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,13 @@ class LiveRun:
     def send(self, number: signal.Signals, role: str, rank: int = 0) -> None:
         """A signal to one process."""
         os.kill(self.pid(role, rank), number)
+
+    def send_to_all(self, number: signal.Signals) -> None:
+        """A signal to every process of the run, the launcher last, as a service manager may send it."""
+        launcher = psutil.Process(self.process.pid)
+        for process in [*launcher.children(recursive=True)[::-1], launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def end(self) -> int:
         """Wait for the launcher, and until no process of the run is left. Returns the exit code."""

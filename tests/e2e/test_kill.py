@@ -77,7 +77,7 @@ def test_term_in_the_warm_up_and_dead_processes_change_nothing(tmp_path: Path, i
     folder = tmp_path / "killed"
     with LiveRun(folder, inputs, *words) as run:
         run.wait_until("the warm-up", lambda: len(rows(folder)) >= 3)
-        run.send(signal.SIGTERM, "launcher")
+        run.send_to_all(signal.SIGTERM)
         assert run.end() == 75, run.output
     with LiveRun(folder, inputs, *words, "--resume") as run:
         run.wait_for_step(1)
@@ -157,7 +157,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: 
 
 @pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_at_any_time_is_the_run_that_was_not(tmp_path: Path, inputs: Path) -> None:
-    """TERM to the launcher while ranks start, while rollouts are awaited (the engine stands still), and in mid-step."""
+    """TERM to the launcher while ranks start and while rollouts are awaited (the engine stands still); then to all."""
     words, folder, dice = ("steps=12", *REFILL, "checkpoint.every=0"), tmp_path / "stopped", random.Random(21)
     expected = uninterrupted(tmp_path / "whole", inputs, *words)
     with LiveRun(folder, inputs, *words) as run:
@@ -175,7 +175,7 @@ def test_a_run_that_is_asked_to_stop_at_any_time_is_the_run_that_was_not(tmp_pat
     with LiveRun(folder, inputs, *words, "--resume") as run:
         run.wait_for_step(4)
         time.sleep(dice.uniform(0.0, STEP_S))
-        run.send(signal.SIGTERM, "launcher")
+        run.send_to_all(signal.SIGTERM)
         assert run.end() == 75, run.output
     resumed = train(folder, inputs, *words, "--resume")
     assert resumed.code == 0, resumed.output
