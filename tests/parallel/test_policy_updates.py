@@ -12,12 +12,12 @@ from megatron_rl.algorithms.spec import LossSpec
 from tests.parallel import bad_numbers
 from tests.parallel.bad_numbers import SPEC, VOCAB, build, equal, prepared, weights_of
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import DP2, PP2, TP2, gradients, layout, local_part, make_batch, make_config
+from tests.parallel.policy_setup import CP2, DP2, PP2, TP2, gradients, layout, local_part, make_batch, make_config
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": DP2}
+LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": DP2, "cp2": CP2}
 SCENARIOS = (
     "masked_garbage",
     "all_masked",
@@ -259,7 +259,7 @@ def test_a_bad_number_is_skipped_by_every_loss_and_its_sample_named(found):
 
 
 def test_an_overflowing_gradient_is_skipped(found):
-    assert of(found, "gradient_overflow") == [(True, True)] * 6
+    assert of(found, "gradient_overflow") == [(True, True)] * (2 * len(LAYOUTS))
 
 
 def test_repeated_skips_end_the_run_naming_samples_and_keys(found):
@@ -277,7 +277,7 @@ def test_the_learning_rate_can_be_changed_between_updates(found):
 
 
 def test_a_reset_optimizer_steps_like_a_fresh_one(found):
-    assert of(found, "reset") == [True] * 6
+    assert of(found, "reset") == [True] * (2 * len(LAYOUTS))
 
 
 def test_the_reference_is_frozen_and_leaves_the_policy_bit_for_bit(found):
@@ -330,9 +330,9 @@ def test_weights_decay_but_norms_do_not(found):
         assert factors[True]
 
 
-def test_a_leaders_bytes_reach_its_model_parallel_peers_and_a_sum_all_replicas(found):
-    assert of(found, "sharing") == [(True, b"", True)] * 6
+def test_a_leaders_bytes_reach_its_replica_and_a_sum_all_replicas(found):
+    assert of(found, "sharing") == [(True, b"", True)] * (2 * len(LAYOUTS))
 
 
 def test_rank_zeros_failure_is_raised_on_every_rank(found):
-    assert of(found, "failure_on_rank_zero") == ["OSError: disk full"] * 6
+    assert of(found, "failure_on_rank_zero") == ["OSError: disk full"] * (2 * len(LAYOUTS))
