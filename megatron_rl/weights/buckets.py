@@ -47,6 +47,10 @@ class Bucket:
         """First byte and end of each tensor."""
         return list(pairwise(accumulate((tensor.nbytes for tensor in self.tensors), initial=0)))
 
+    def named_views(self, flat: Tensor) -> dict[str, Tensor]:
+        """As `views`, by name."""
+        return {tensor.name: view for tensor, view in zip(self.tensors, self.views(flat), strict=True)}
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor, as a view of the buffer."""
         return [
@@ -57,6 +61,9 @@ class Bucket:
 
 def plan_buckets(groups: Iterable[Sequence[TensorSpec]], capacity: int) -> list[Bucket]:
     """Put groups of tensors into buckets, in their order; a group stays together.
+
+    Within a bucket tensors of larger numbers come first: without gaps, each then begins at a multiple of its numbers'
+    size, which views and engines ask for.
 
     Args:
         groups: tensors that come into being at once, such as the three that one fused matrix is made of.
@@ -71,7 +78,7 @@ def plan_buckets(groups: Iterable[Sequence[TensorSpec]], capacity: int) -> list[
             used = 0
         buckets[-1] += group
         used += size
-    return [Bucket(tuple(bucket)) for bucket in buckets]
+    return [Bucket(tuple(sorted(bucket, key=lambda tensor: -tensor.dtype.itemsize))) for bucket in buckets]
 
 
 def write_safetensors(file: Path, bucket: Bucket, flat: Tensor) -> None:

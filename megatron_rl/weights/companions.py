@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.files import write_atomic
-from megatron_rl.weights import WeightsError
+from megatron_rl.weights import WeightsError, fp8
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
@@ -24,7 +24,8 @@ def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None) -
     """Copy every file of the directory `source` that holds no weights; links are followed, folders left out.
 
     Args:
-        dtype: what config.json says afterwards; None = what it said.
+        dtype: of the weights, for config.json; None = what it said. float8_e4m3fn: in blocks (`fp8`), the rest in
+            bfloat16; with another one no word of a quantisation of the source's is left.
     """
     out.mkdir(exist_ok=True)
     for file in sorted(source.iterdir()):
@@ -34,7 +35,11 @@ def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None) -
         return
     config = json.loads((source / CONFIG).read_text())
     # transformers 5 reads "dtype", transformers 4 and SGLang "torch_dtype".
-    config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(dtype).removeprefix("torch."))
+    computed = torch.bfloat16 if dtype is fp8.FP8 else dtype
+    config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(computed).removeprefix("torch."))
+    config.pop("quantization_config", None)
+    if dtype is fp8.FP8:
+        config["quantization_config"] = fp8.quantization_config()
     write_atomic(out / CONFIG, json.dumps(config, indent=2))
 
 

@@ -26,8 +26,8 @@ LARGEST = torch.finfo(FP8).max
 SUFFIX = "_scale_inv"
 """Behind the name of the matrix: the name of its scales."""
 _TINY = torch.finfo(torch.float32).tiny
-_CHUNK = 2**24
-"""Numbers that are in fp32 at a time while a matrix is quantised (64 MiB)."""
+CHUNK_BYTES = 64 * 2**20
+"""Of fp32 numbers at a time while a matrix is quantised."""
 
 
 def quantization_config() -> dict[str, Any]:
@@ -124,8 +124,8 @@ class Dequantised:
 
 
 def _row_blocks(weight: Tensor) -> Iterator[tuple[int, int]]:
-    """First and last + 1 block of rows, few enough for `_CHUNK` numbers."""
-    count, step = scale_shape(*weight.shape)[0], max(1, _CHUNK // (BLOCK * max(1, weight.shape[1])))
+    """First and last + 1 block of rows, few enough for `CHUNK_BYTES`."""
+    count, step = scale_shape(*weight.shape)[0], max(1, CHUNK_BYTES // (4 * BLOCK * max(1, weight.shape[1])))
     for first in range(0, count, step):
         yield first, min(first + step, count)
 

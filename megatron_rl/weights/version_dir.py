@@ -56,15 +56,15 @@ def write_version(
 ) -> Path:
     """Write this policy to `out_dir`; collective over all ranks. An existing `out_dir` is replaced.
 
-    The first replica (data-parallel rank 0) writes: tensor-parallel rank 0 of each pipeline stage its own files, one
-    after the other, global rank 0 all else. All ranks see the same file system. When any rank fails, all raise and
-    `out_dir` does not change. Memory: see `plan_export`.
+    The first rank of each pipeline stage (`Place.sends`) writes the stage's files, one after the other, global rank 0
+    all else. All ranks see the same file system. When any rank fails, all raise and `out_dir` does not change. Memory:
+    see `plan_export`.
 
     Args:
         chunks: this rank's model chunks, bare or wrapped, with up-to-date parameters.
         source_dir: where config.json, the tokenizer and generation settings are copied from.
         out_dir: usually `version_path(...)`; its parent is created.
-        dtype: floating-point format to cast to; None = the parameters'.
+        dtype: see `plan_export`.
         bucket_bytes: about how large a file is.
 
     Returns:
@@ -122,7 +122,7 @@ def _files_of_each_stage(plan: ExportPlan, place: Place) -> list[int]:
     """How many files every pipeline stage writes. Collective over all ranks."""
     counts = torch.zeros(place.stages, dtype=torch.int64, device=_device())
     if place.sends:
-        counts[place.stage] = len(plan.buckets)
+        counts[place.stage] = len(plan.parcels)
     dist.all_reduce(counts)
     return counts.tolist()
 
@@ -130,7 +130,7 @@ def _files_of_each_stage(plan: ExportPlan, place: Place) -> list[int]:
 def _write_stage(plan: ExportPlan, place: Place, counts: Sequence[int], writing: Path) -> None:
     """A file for each bucket. A rank that does not write takes part in the gathering."""
     first, total = sum(counts[: place.stage]), sum(counts)
-    for number, (bucket, flat) in enumerate(export_buckets(plan, "cpu" if place.sends else None), first + 1):
+    for number, (bucket, flat) in enumerate(export_buckets(plan, "cpu" if place.sends else None, place), first + 1):
         if flat is not None:
             name = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
             write_safetensors(writing / name, bucket, flat)

@@ -1,8 +1,8 @@
 """Weights over process groups: one for each sender and each handful of engines, made for one update.
 
-    rank 0 of each pipeline stage    gathers its stage bucket by bucket and broadcasts to all its groups
-    its tensor-parallel peers        take part in the gathering
-    all other ranks                  look into the store, now and then, for how it went
+    first rank of each pipeline stage    gathers its stage bucket by bucket and broadcasts to all its groups
+    its tensor and expert peers          take part in the gathering
+    all other ranks                      look into the store, now and then, for how it went
 
 Stages send one after the other: an engine takes one bucket at a time, and two stages that waited for different engines
 would wait for each other. What is sent while the next bucket is gathered, and the two buffers for that, is all the
@@ -97,7 +97,7 @@ class Broadcast:
             self._mail.post(self._turn(place.stage), failed)
             self._mail.burn(self._turn(place.stage, self._epoch - 2))  # a whole update ago: all have read it
         elif place.exports:
-            for _ in export_buckets(self._plan(), None):
+            for _ in export_buckets(self._plan(), None, place):
                 pass
         return self._outcome_of(place.stages - 1)
 
@@ -112,7 +112,7 @@ class Broadcast:
         for group in groups:
             group.join(self._interrupted)
         # Also when all groups have failed: this rank's peers gather the whole stage with it.
-        for bucket, flat in export_buckets(self._plan(), "cpu" if s.backend == "gloo" else "cuda"):
+        for bucket, flat in export_buckets(self._plan(), "cpu" if s.backend == "gloo" else "cuda", self._place):
             assert flat is not None
             for group in groups:
                 group.finish(self._interrupted)

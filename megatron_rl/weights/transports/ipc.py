@@ -1,7 +1,7 @@
 """Weights for engines on the trainer's own devices: handles of memory, or on a CPU the values themselves, over HTTP.
 
-Every trainer rank gets every bucket: gathered over tensor-parallel ranks where its stage holds it, passed on to the
-other stages. Rank r serves one tensor-parallel rank of one engine (`partners`), with a handle of its own copy, since a
+Every trainer rank gets every bucket: gathered among the ranks of the stage that holds it, passed on to the other
+stages. Rank r serves one tensor-parallel rank of one engine (`partners`), with a handle of its own copy, since a
 handle is good on one device only. The first of an engine's partners collects the handles and speaks HTTP. A bucket is
 kept until the engine has loaded it.
 
@@ -71,7 +71,7 @@ class Ipc:
         self._chunks, self._hf, self._settings = chunks, hf, settings
         self._engines, self._interrupted = engines, interrupted
         self._mail, self._epoch = Mail(store, "weights/ipc"), 0
-        self._place, self._rank = Place.of_this_rank(), dist.get_rank()
+        self._place, self._rank = Place.of_this_rank(everywhere=True), dist.get_rank()
 
     def prepare(self, version: int) -> None:
         """Nothing: tensors are gathered while they are sent."""
@@ -92,7 +92,7 @@ class Ipc:
     # ------------------------------------------------------------------------------------------------ all the stages
 
     def _buckets_of_all_stages(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Every bucket of the model, on every rank, stage after stage. Collective over tensor and pipeline groups."""
+        """Every bucket of the model, on every rank, stage after stage. Collective."""
         from megatron.core import parallel_state
 
         device = torch.device("cpu") if self._settings.by_value else torch.device("cuda", torch.cuda.current_device())
@@ -104,7 +104,7 @@ class Ipc:
             if len(ranks) > 1:
                 dist.broadcast_object_list(plans, src=source, group=group)
             if stage == self._place.stage:
-                for bucket, flat in export_buckets(own, device):
+                for bucket, flat in export_buckets(own, device, self._place):
                     assert flat is not None
                     self._pass_on(flat[: bucket.nbytes], source, group)
                     yield bucket, flat
