@@ -14,6 +14,7 @@ from pathlib import Path
 from .base import ConfigError
 from .hf_config import HfConfig, read_hf_config
 from .schema import Config
+from .shards import stage_layers
 
 WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 """Number formats of weights, as safetensors names them; others need scales that a plain conversion would ignore."""
@@ -53,7 +54,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
 
 def _layout(cfg: Config, hf: HfConfig) -> Iterator[str]:
     p = cfg.parallel
-    tp, pp, vpp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.virtual_pipeline_model_parallel_size
+    tp = p.tensor_model_parallel_size
     for name, count in (("attention heads", hf.num_attention_heads), ("key/value heads", hf.num_query_groups)):
         if count % tp:
             yield (
@@ -62,10 +63,10 @@ def _layout(cfg: Config, hf: HfConfig) -> Iterator[str]:
             )
     if hf.ffn_hidden_size % tp:
         yield f"parallel.tensor_model_parallel_size={tp} does not divide intermediate_size={hf.ffn_hidden_size}"
-    stages = pp * (vpp or 1)
-    if hf.num_layers % stages:
-        what = f"pipeline_model_parallel_size={pp}" + (f" x virtual_pipeline_model_parallel_size={vpp}" if vpp else "")
-        yield f"parallel.{what} does not divide {hf.num_layers} layers; use one of {_divisors(hf.num_layers)}"
+    try:
+        stage_layers(hf.num_layers, p)
+    except ValueError as error:
+        yield str(error)
 
 
 def _divisors(*numbers: int) -> list[int]:

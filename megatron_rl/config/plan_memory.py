@@ -136,6 +136,7 @@ def _host_rows(cfg: Config, m: StageMemory) -> list[Row]:
 def _engine_rows(cfg: Config, hf: HfConfig, m: StageMemory) -> list[Row]:
     e, width = cfg.engine, width_of(cfg)
     weights = num_parameters(hf) * width / e.tp
+    cached: float
     if hf.mla is not None:
         cached = hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim  # one latent for all heads, on every device
     else:
@@ -243,7 +244,9 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
     numbers = tokens * layers * hf.moe.top_k
     width = 1 if hf.moe.num_experts <= 256 else 2
     most = max(sum(layer in hf.moe_layers for chunk in stage for layer in chunk) for stage in stages)
-    read = numbers * width * most / layers / cfg.parallel.data_parallel_size
+    p = cfg.parallel
+    sharing = p.data_parallel_size * p.context_parallel_size
+    read = numbers * width * most / layers / (sharing * (p.tensor_model_parallel_size if p.sequence_parallel else 1))
     return [
         ("routes from the engines", _gib(numbers * 4 * 4 / 3), "int32 as base64 in their answers; at most"),
         (
@@ -251,7 +254,7 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
             _gib(numbers * width),
             f"{layers} layers x {hf.moe.top_k} experts x {width} byte(s) a token",
         ),
-        ("routes read by a trainer rank", _gib(read), f"its {most} layers, of its share of the sequences"),
+        ("routes read by a trainer rank", _gib(read), f"its {most} layers of its tokens; read again in the update"),
     ]
 
 

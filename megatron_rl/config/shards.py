@@ -59,11 +59,16 @@ def _layer_counts(num_layers: int, stages: int, parallel: ParallelConfig) -> lis
     others = stages - (first is not None) - (last is not None)
     left = num_layers - ends
     if left < others or (others == 0 and left) or (others and left % others):
-        given = f", of which first and last have {first or 'as many as others'} and {last or 'as many as others'}"
+        uneven = "parallel.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        if ends:
+            raise ValueError(
+                f"{uneven} = {first}, {last} leave {left} of {num_layers} layers to {others} other pipeline stages; "
+                "they must leave each the same number, at least 1"
+            )
+        divisors = [d for d in range(1, num_layers + 1) if num_layers % d == 0]
         raise ValueError(
-            f"parallel.pipeline_model_parallel_size={stages} cannot share {num_layers} layers evenly"
-            f"{given if ends else ''}; set parallel.num_layers_in_first_pipeline_stage and "
-            "num_layers_in_last_pipeline_stage so that the rest is a multiple of the other stages"
+            f"parallel.pipeline_model_parallel_size={stages} does not divide {num_layers} layers; use one of "
+            f"{divisors}, or set {uneven}"
         )
     counts = [left // others if others else 0] * stages
     counts[0] = first if first is not None else counts[0]

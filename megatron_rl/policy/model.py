@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.config.shards import stage_layers
 from megatron_rl.policy import upstream_fixes
 from megatron_rl.policy.distributed import device
 from megatron_rl.policy.experts import expert_options
@@ -134,8 +135,7 @@ def _leave_unset(weight: Tensor) -> Tensor:
 
 
 def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
-    tp, pp = parallel_cfg.tensor_model_parallel_size, parallel_cfg.pipeline_model_parallel_size
-    stages = pp * (parallel_cfg.virtual_pipeline_model_parallel_size or 1)
+    tp = parallel_cfg.tensor_model_parallel_size
     if parallel_cfg.context_parallel_size > 1 and has_transformer_engine():
         from megatron.core.utils import get_te_version
 
@@ -157,10 +157,10 @@ def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
                 f"parallel.tensor_model_parallel_size={tp} does not divide the model's {name}={count}; "
                 "choose a divisor, or use pipeline_model_parallel_size"
             )
-    if hf.num_layers % stages:
-        raise ModelError(
-            f"parallel: {stages} pipeline stages do not divide the model's {hf.num_layers} layers; choose a divisor"
-        )
+    try:
+        stage_layers(hf.num_layers, parallel_cfg)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def _parallel_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
@@ -168,6 +168,8 @@ def _parallel_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": parallel_cfg.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel_cfg.pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": parallel_cfg.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel_cfg.num_layers_in_last_pipeline_stage,
         "virtual_pipeline_model_parallel_size": parallel_cfg.virtual_pipeline_model_parallel_size,
         "context_parallel_size": parallel_cfg.context_parallel_size,
         "cp_comm_type": parallel_cfg.context_parallel_exchange,  # Transformer Engine's name for it

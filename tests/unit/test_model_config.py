@@ -95,7 +95,7 @@ def test_vocabulary_is_padded_to_the_multiple(vocab: int, tp: int, padded: int) 
     ("parallel", "message"),
     [
         ({"tensor_model_parallel_size": 3}, "num_attention_heads=4"),
-        ({"pipeline_model_parallel_size": 4}, "4 pipeline stages do not divide the model's 2 layers"),
+        ({"pipeline_model_parallel_size": 4}, "pipeline_model_parallel_size=4 does not divide 2 layers"),
     ],
 )
 def test_layout_that_does_not_fit_the_model_is_refused(parallel: dict[str, Any], message: str, tmp_path: Path) -> None:
