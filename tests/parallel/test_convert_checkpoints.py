@@ -54,28 +54,34 @@ def load_converted(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str]
                 found[model, name] = [*wrong, *(["nothing exported"] if not exported else [])]
     with layout(make_config("unused", LAYOUTS["tp2-pp2"])):
         for model, path in paths.items():
-            found[model, STOCK] = load_into_stock_megatron(path, folder / model)
+            found[model, STOCK] = load_into_stock_megatron(path, folder / model, LAYOUTS["tp2-pp2"])
     train_and_save(paths["qwen3-tied"], folder / "run")
     distributed.shutdown()
     return found
 
 
-def load_into_stock_megatron(path: Path, converted: Path) -> list[str]:
+def load_into_stock_megatron(path: Path, converted: Path, parallel: dict[str, Any]) -> list[str]:
     """Wrong tensors after Megatron-Core's own GPTModel, of its own local spec, has loaded the checkpoint by itself."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from megatron_rl.policy.model import padded_vocab_size, transformer_config
     from megatron_rl.weights.convert.torch_dist import find_torch_dist
     from megatron_rl.weights.export import export_hf_weights
 
-    cfg = make_config(path, LAYOUTS["tp2-pp2"])
+    cfg = make_config(path, parallel)
     hf = open_checkpoint(path).hf()
     config = transformer_config(hf, cfg.model, cfg.parallel)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in spec.layer_specs:
+        if issubclass(layer.submodules.mlp.module, MoELayer):
+            # As Transformer Engine's spec stores it; the local one names it as if it were fused with the experts.
+            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+        spec,
         vocab_size=padded_vocab_size(hf.vocab_size, cfg.model, cfg.parallel),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),

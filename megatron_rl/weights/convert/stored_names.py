@@ -21,14 +21,7 @@ if TYPE_CHECKING:
 
 LAYERS = "decoder.layers."
 _IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-_FUSED_QUERY = "self_attention.linear_q_up_proj.layer_norm_weight"
-_FUSED_KEY_VALUE = "self_attention.linear_kv_up_proj.layer_norm_weight"
-_LATENT_NORMS = {
-    _FUSED_QUERY: "self_attention.q_layernorm.weight",
-    _FUSED_KEY_VALUE: "self_attention.kv_layernorm.weight",
-}
-_LOCAL = FUSED_NORMS | _LATENT_NORMS
-"""By stored name: that of the table."""
+_STORED = {local: stored for stored, local in FUSED_NORMS.items()}
 _EXPERTS = "mlp.experts.experts."
 
 
@@ -57,13 +50,11 @@ def stored_at(row: Row, hf: HfConfig) -> tuple[str, tuple[int, ...]]:
 
 
 def _stored_suffix(name: str, layer: int, hf: HfConfig) -> str:
-    if name == "pre_mlp_layernorm.weight" and layer in hf.moe_layers:
-        return name
-    if hf.mla is not None and name == "input_layernorm.weight":
-        return name
-    norms = FUSED_NORMS | (_LATENT_NORMS if hf.mla is not None else {})
-    fused = {local: stored for stored, local in norms.items()}
-    return fused.get(name, name).replace("mlp.experts.", _EXPERTS)
+    with_own_norm = {"pre_mlp_layernorm.weight"} if layer in hf.moe_layers else set()
+    # A norm of each head is the attention's own; that of a latent is fused with the projection behind it.
+    with_own_norm |= {"self_attention.q_layernorm.weight"} if hf.mla is None else {"input_layernorm.weight"}
+    stored = name if name in with_own_norm else _STORED.get(name, name)
+    return stored.replace("mlp.experts.", _EXPERTS)
 
 
 def parameter_at(name: str, index: tuple[int, ...]) -> Parameter:
@@ -71,7 +62,7 @@ def parameter_at(name: str, index: tuple[int, ...]) -> Parameter:
     match = _IN_LAYER.fullmatch(name)
     if match is None:
         return Parameter(name, None, None)
-    suffix = _LOCAL.get(match[2], match[2])
+    suffix = FUSED_NORMS.get(match[2], match[2])
     expert = index[-1] if suffix.startswith(_EXPERTS) and index else None
     layer = int(match[1]) if match[1] else (index[0] if index else None)
     return Parameter(suffix.replace(_EXPERTS, "mlp.experts."), layer, expert)

@@ -1,0 +1,202 @@
+"""Megatron itself reads what the converter writes of models with experts, at every expert-parallel layout, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.weights.convert import actions
+from megatron_rl.weights.convert.compare import compare
+from megatron_rl.weights.convert.cuts import TargetLayout
+from megatron_rl.weights.convert.opened import open_checkpoint
+from tests.convert_models import Silent, convert
+from tests.parallel.launch import run_ranks
+from tests.parallel.policy_setup import layout, local_part, make_batch, make_config
+from tests.parallel.test_convert_checkpoints import load_into_stock_megatron
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.parallel
+
+VOCAB_SIZE = 320
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"family": "qwen3_moe"},
+    "qwen3_moe-dense-layer": {"family": "qwen3_moe", "mlp_only_layers": [1], "tied": True},
+    "mixtral": {"family": "mixtral"},
+}
+CUTS = {
+    "qwen3_moe": TargetLayout(2, 2, expert=2),
+    "qwen3_moe-dense-layer": TargetLayout(1, 2, 1, first=1, expert=4),
+    "mixtral": TargetLayout(2, 2, virtual=2, expert=2, expert_tensor=2),
+    "deepseek_v3": TargetLayout(2, 1, expert=8),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"data_parallel_size": 4, "expert_model_parallel_size": 2},
+    "tp2-ep2": {
+        "tensor_model_parallel_size": 2,
+        "data_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+    },
+    "pp2-vpp2-ep2": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "data_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+    },
+    "tp2-pp2-etp2": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 2,
+    },
+}
+STOCK = "Megatron-Core's own model"
+STOCK_IN = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2, "expert_model_parallel_size": 2}
+WITHOUT_STOCK = ("deepseek_v3",)
+"""Megatron-Core 0.16.1 builds latent attention with Transformer Engine alone."""
+TRAINED = Path("run", "checkpoints", "step-000001")
+TRAINED_IN = "tp2-ep2"
+
+
+# ------------------------------------------------------------------------------------------------------- on the ranks
+
+
+def load_converted(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str], list[str]]:
+    """(model, layout) -> names of exported tensors that are not the source's, bit for bit."""
+    from megatron_rl.policy import distributed
+    from megatron_rl.policy.model import build_model
+    from megatron_rl.policy.sharded_state import load_weights
+    from megatron_rl.weights.convert.torch_dist import find_torch_dist
+    from megatron_rl.weights.export import export_hf_weights
+
+    found = {}
+    for name, parallel in LAYOUTS.items():
+        with layout(make_config("unused", parallel)):
+            for model, path in paths.items():
+                cfg = make_config(path, parallel)
+                hf = open_checkpoint(path).hf()
+                chunks = build_model(hf, cfg.model, cfg.parallel)
+                where = find_torch_dist(folder / model)
+                assert where is not None
+                load_weights(where, chunks)
+                source = load_file(path / "model.safetensors")
+                exported = dict(export_hf_weights(chunks, hf))
+                wrong = [n for n, tensor in exported.items() if not torch.equal(tensor, source[n])]
+                found[model, name] = [*wrong, *(["nothing exported"] if not exported else [])]
+    with layout(make_config("unused", STOCK_IN)):
+        for model, path in paths.items():
+            if model not in WITHOUT_STOCK:
+                found[model, STOCK] = load_into_stock_megatron(path, folder / model, STOCK_IN)
+    train_and_save(paths["qwen3_moe-dense-layer"], folder / "run")
+    distributed.shutdown()
+    return found
+
+
+def train_and_save(path: Path, run_dir: Path) -> None:
+    from megatron_rl.policy.policy import Policy
+
+    cfg = make_config(path, LAYOUTS[TRAINED_IN], dtype="bfloat16")
+    with layout(cfg) as dp_rank:
+        policy = Policy.build(cfg)
+        policy.sft_step(*local_part(make_batch(VOCAB_SIZE), cfg, dp_rank), 1e-2)
+        policy.save(run_dir, 1, {}, None)
+
+
+def load_resharded(path: Path, source: Path, out: Path) -> None:
+    """Read a training state in another layout and write it again."""
+    import torch.distributed as dist
+
+    from megatron_rl.policy import distributed
+    from megatron_rl.policy.policy import Policy
+    from megatron_rl.policy.sharded_state import load_training_state, save_training_state
+
+    cfg = make_config(path, {"pipeline_model_parallel_size": 2}, dtype="bfloat16")
+    with layout(cfg):
+        policy = Policy.build(cfg)
+        load_training_state(source, policy.chunks, policy.optimizer, None)
+        if dist.get_rank() == 0:
+            out.mkdir()
+        dist.barrier()
+        save_training_state(out, policy.chunks, policy.optimizer, None)
+    distributed.shutdown()
+
+
+# ---------------------------------------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: tiny_model(folder / name, layers=4, vocab_size=VOCAB_SIZE, **settings)
+        for name, settings in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    for name, path in paths.items():
+        convert(actions.hf_to_megatron(open_checkpoint(path), folder / name, CUTS[name], None))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(paths: dict[str, Path], folder: Path) -> list[dict[tuple[str, str], list[str]]]:
+    return run_ranks(4, load_converted, paths, folder, timeout=300)
+
+
+# ---------------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, STOCK])
+@pytest.mark.parametrize("model", MODELS)
+def test_megatron_loads_experts_in_any_layout(
+    model: str, name: str, loaded: list[dict[tuple[str, str], list[str]]]
+) -> None:
+    if name == STOCK and model in WITHOUT_STOCK:
+        assert (model, name) not in loaded[0]
+    else:
+        assert [rank[model, name] for rank in loaded] == [[]] * 4
+
+
+def test_experts_that_were_trained_apart_become_a_hugging_face_directory(
+    loaded: object, paths: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf = paths["qwen3_moe-dense-layer"]
+    source = open_checkpoint(folder / TRAINED, hf)
+    convert(actions.megatron_to_hf(source, tmp_path / "hf", None))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype is torch.bfloat16
+    assert compare(source, open_checkpoint(tmp_path / "hf"), Silent().advance).is_equal
+    moved = compare(open_checkpoint(hf), open_checkpoint(tmp_path / "hf"), Silent().advance)
+    assert any("experts.7." in row.name for row in moved.differences if row.max_abs)
+
+
+def test_a_resharded_checkpoint_holds_the_state_of_all_experts(
+    loaded: object, paths: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cut").mkdir()
+    cut = TargetLayout(1, 2, expert=4)
+    convert(actions.reshard(open_checkpoint(folder / TRAINED), tmp_path / "cut" / "policy", cut))
+    assert compare(open_checkpoint(folder / TRAINED), open_checkpoint(tmp_path / "cut"), Silent().advance).is_equal
+    run_ranks(2, load_resharded, paths["qwen3_moe-dense-layer"], tmp_path / "cut", tmp_path / "again", timeout=120)
+    found = compare(open_checkpoint(tmp_path / "again"), open_checkpoint(folder / TRAINED), Silent().advance)
+    differing = {row.name for row in found.differences if row.max_abs}
+    assert all("embedding.word_embeddings.weight" in name for name in differing)  # its padding is another
+    assert sum("optimizer.state.exp_avg_sq" in row.name and ".experts." in row.name for row in found.differences) > 10
+    assert not found.only_first
+    assert not found.only_second
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_experts_go_there_and_back_bit_by_bit(model: str, paths: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+    convert(actions.megatron_to_hf(open_checkpoint(folder / model), tmp_path / "back", None))
+    back, source = (load_file(path / "model.safetensors") for path in (tmp_path / "back", paths[model]))
+    assert back.keys() == source.keys()
+    assert all(torch.equal(back[name], source[name]) and back[name].dtype is source[name].dtype for name in source)
