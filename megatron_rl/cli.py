@@ -244,6 +244,7 @@ def preflight(
     if parity is None:
         return
     check_device(cfg)
+    typer.echo(f"parity: starting engine and trainer; logs in {cfg.run_dir}/preflight/logs")
     evidence = check_parity(cfg, parity, reload_engine)
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in table(evidence):

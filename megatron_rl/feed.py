@@ -21,7 +21,7 @@ from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_
 from megatron_rl.policy.exchange import broadcast_to_replica
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_lengths, plan_step
-from megatron_rl.rollout.pull import ControllerClient, ControllerError, StepStatus
+from megatron_rl.rollout.pull import ControllerClient, ControllerError, EngineNews, StepStatus
 from megatron_rl.rollout.wire import Gaps, RolloutShard, RolloutTable
 
 T = TypeVar("T")
@@ -30,12 +30,14 @@ REPAIR_PAUSE_S = 10.0
 
 
 class RolloutFeed:
-    """The trainer's side of the controller."""
+    """The trainer's side of the controller. `say` shows a line to the user, on rank 0."""
 
-    def __init__(self, cfg: Config, client: ControllerClient, zero: RankZero) -> None:
+    def __init__(
+        self, cfg: Config, client: ControllerClient, zero: RankZero, say: Callable[[str], None] = lambda line: None
+    ) -> None:
         self._cfg, self._client, self._zero = cfg, client, zero
         self._timeout_s = cfg.cluster.controller_timeout_s + 30  # the other ranks are told what rank 0 waited for
-        self._next_repair = 0.0
+        self._next_repair, self._say, self._news = 0.0, say, EngineNews()
         self._dp_rank, self._leader = data_parallel_rank(), is_data_parallel_leader()
 
     def start(self, step: int) -> None:
@@ -68,6 +70,8 @@ class RolloutFeed:
         timeout = self._cfg.rollout.step_timeout_s
 
         def repairable(status: StepStatus) -> bool:
+            for line in self._news.lines(status.engines):
+                self._say(line)
             return bool(status.needs_weights) and time.monotonic() >= self._next_repair
 
         def poll() -> list[str] | None:

@@ -81,7 +81,7 @@ class Session:
     ) -> None:
         self.cfg, self.policy, self._devices = cfg, policy, devices
         self.run, self.hf, self.state = RunDir(cfg.run_dir), read_hf_config(cfg.model.path), Progressed()
-        self.rollouts = RolloutFeed(cfg, controller, zero)
+        self.rollouts = RolloutFeed(cfg, controller, zero, recorder.progress.note if recorder else lambda line: None)
         self._controller, self._zero, self._recorder = controller, zero, recorder
         self._publisher = Publisher(cfg, policy, zero, engines, self._is_terminated, self._stop_arrives)
         engines.interrupted = self._is_terminated

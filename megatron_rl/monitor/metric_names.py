@@ -80,6 +80,9 @@ METRICS: tuple[MetricInfo, ...] = (
         "rollout/pool_age_mean", "versions that their oldest token is behind", "versions", "such groups", _OFF_POLICY
     ),
     MetricInfo("rollout/pool_age_max", "largest such age", "versions", _ONE, _OFF_POLICY),
+    MetricInfo("system/engines_serving", "fewest engines that served at once since the last batch", "engines", _ONE),
+    MetricInfo("system/engine_outages", "times that an engine stopped serving", "times", _ONE),
+    MetricInfo("system/engine_restarts", "engines that were started again", "engines", _ONE),
     MetricInfo("system/retries", "requests sent again: a replica failed, was silent or had no room", "requests", _ONE),
     MetricInfo("rollout/epoch", "passes over the prompts so far", "epochs", _ONE),
     MetricInfo("policy/loss", "policy loss that was minimised", "loss", "as the loss is normalised"),

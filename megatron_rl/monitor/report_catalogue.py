@@ -223,4 +223,15 @@ CHARTS: tuple[Chart, ...] = (
         "tokens/s",
         "~s",
     ),
+    Chart(
+        "Speed",
+        "Engines",
+        "All of them, all the time; the controller's log has the reason of each outage.",
+        (
+            Line("system/engines_serving", "serving, the fewest during a step", 0),
+            Line("system/engine_restarts", "started again", 5, unless_zero=True),
+        ),
+        "engines",
+        "~s",
+    ),
 )

@@ -64,7 +64,7 @@ from megatron_rl.rewards.registry import required_keys
 from .client import EngineClient
 from .connect import connect_run
 from .dump import remove_dumps_from, rollout_file, write_dump
-from .endpoint import Endpoint, engine_urls, publish
+from .endpoint import Endpoint, engine_pids, engine_urls, publish
 from .evaluation import Evaluator
 from .garbage import look_less_often
 from .generate import GroupMaker
@@ -123,6 +123,7 @@ class Controller:
         self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers, turns)
         self._ledger = Ledger(cfg.run_dir)
         self._tables: dict[int, RolloutTable] = {}
+        self._engine_pids = self._pids_of_engines()
 
     async def run(self) -> None:
         """The step loop and the eval loop, until cancelled."""
@@ -160,6 +161,7 @@ class Controller:
             "progress": self.scheduler.counts(),
             "message": progress.message,
             "needs_weights": self._client.replicas.needs_weights,
+            "engines": self._client.replicas.states,
         }
 
     def update_status(self, version: int) -> dict[str, Any]:
@@ -178,11 +180,10 @@ class Controller:
         groups = self.scheduler.batch(step)
         if step not in self._tables:
             sources = [self._record(group.id).source for group in groups]
-            metrics = self.scheduler.metrics() | {"system/retries": float(self._client.transport_errors)}
+            metrics = self.scheduler.metrics() | self._engine_metrics()
             if self._cfg.rollout.environment is not None:
                 metrics |= turn_metrics([sample for group in groups for sample in group.samples])
             self._tables = {step: RolloutTable.of(groups, sources, metrics)}
-            self._client.transport_errors = 0
         return self._tables[step]
 
     def samples(self, step: int, indices: Sequence[int]) -> list[Sample]:
@@ -210,6 +211,18 @@ class Controller:
             path = rollout_file(self._cfg.run_dir, number)
             records = [self._record(group.id) for group in groups]
             await asyncio.to_thread(write_dump, path, number, groups, records, self._prompts.tokenizer, batch, gaps)
+
+    def _engine_metrics(self) -> dict[str, float]:
+        """Since the last batch: what became of the engines."""
+        pids, (fewest, outages) = self._pids_of_engines(), self._client.replicas.tally()
+        restarts = sum(self._engine_pids.get(url, pid) != pid for url, pid in pids.items())
+        self._engine_pids |= pids
+        retries, self._client.transport_errors = self._client.transport_errors, 0
+        found = {"engines_serving": fewest, "engine_outages": outages, "engine_restarts": restarts, "retries": retries}
+        return {f"system/{name}": float(count) for name, count in found.items()}
+
+    def _pids_of_engines(self) -> dict[str, int]:
+        return engine_pids(self._cfg.run_dir, [*self._client.replicas.states]) if not self._cfg.engine.urls else {}
 
     @property
     def ledger(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from .endpoint import Endpoint, controller_file, read
+from .replicas import UNSEEN
 from .wire import Gaps, RolloutShard, RolloutTable
 
 POLL_S = 0.02
@@ -38,6 +39,35 @@ class StepStatus:
     message: str = ""
     needs_weights: list[str] = field(default_factory=list)
     """Engines that are up, do not hold the published weights and cannot get them by themselves."""
+    engines: dict[str, str] = field(default_factory=dict)
+    """By URL, why an engine does not serve; empty for one that does."""
+
+
+class EngineNews:
+    """Which engines went out or came back since the last look, as lines for the user.
+
+    >>> news = EngineNews()
+    >>> news.lines({"http://a": "", "http://b": "not looked at yet"})
+    []
+    >>> news.lines({"http://a": "", "http://b": "connection refused"})
+    ['WARNING engine http://b is out (1 of 2 engines serve): connection refused']
+    >>> news.lines({"http://a": "", "http://b": "no weights yet"})
+    []
+    >>> news.lines({"http://a": "", "http://b": ""})
+    ['INFO engine http://b serves (2 of 2 engines serve)']
+    """
+
+    def __init__(self) -> None:
+        self._out: set[str] = set()
+
+    def lines(self, engines: Mapping[str, str]) -> list[str]:
+        """`engines`: by URL, why it does not serve; empty for one that does."""
+        out = {url: reason for url, reason in engines.items() if reason not in ("", UNSEEN)}
+        count = f"({sum(not reason for reason in engines.values())} of {len(engines)} engines serve)"
+        gone = [f"WARNING engine {url} is out {count}: {out[url]}" for url in out if url not in self._out]
+        back = [f"INFO engine {url} serves {count}" for url in engines if url in self._out and not engines[url]]
+        self._out = {*out} | {url for url in self._out if engines.get(url)}
+        return gone + back
 
 
 class ControllerClient:

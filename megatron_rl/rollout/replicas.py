@@ -40,6 +40,7 @@ what is looked at here would bring it back at once."""
 LATE_S = 0.5
 """A timeout that comes so much later says nothing about the replica."""
 CHECKSUM_TIMEOUT_S = 120.0
+UNSEEN = "not looked at yet"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Replica:
     """What is known of one replica. `reason` is empty while it serves."""
 
     url: str
-    reason: str = "not looked at yet"
+    reason: str = UNSEEN
     lacks_weights: str = ""
     """Why it must not be believed to hold the published weights, until the trainer says so or it was restarted."""
     needs_weights: bool = False
@@ -122,6 +123,7 @@ class Replicas:
         self._replicas = {url: Replica(url, heard_at=clock()) for url in urls}
         self._session, self._expected, self._weights_dir, self._clock = session, expected, weights_dir, clock
         self._changed = asyncio.Event()
+        self._fewest, self._outages = len(urls), 0
 
     # ---- what is told to it
 
@@ -188,6 +190,13 @@ class Replicas:
     def states(self) -> Mapping[str, str]:
         """By URL, why a replica is out; empty for one that serves."""
         return {r.url: r.reason for r in self._replicas.values()}
+
+    def tally(self) -> tuple[int, int]:
+        """The fewest that served at once, and how often one went out, since this was last asked."""
+        serving = len(self.serving)
+        told = min(self._fewest, serving), self._outages
+        self._fewest, self._outages = serving, 0
+        return told
 
     async def wait_serving(self) -> None:
         """Until one serves; the caller sets the deadline."""
@@ -337,6 +346,7 @@ class Replicas:
         if not known:
             log.warning("engine %s is out: %s", replica.url, reason)
         if was_serving:
+            self._outages, self._fewest = self._outages + 1, min(self._fewest, len(self.serving))
             self._serve()
             self.on_out(replica.url, reason)
 

@@ -17,19 +17,23 @@ from tests.parallel.policy_setup import make_config
 NEEDY = ["http://b:1"]
 
 
-def rollouts(monkeypatch: pytest.MonkeyPatch, status: StepStatus) -> feed.RolloutFeed:
-    """Those of a controller that always says this."""
+def rollouts(
+    monkeypatch: pytest.MonkeyPatch, *statuses: StepStatus, say: Callable[[str], None] = lambda line: None
+) -> feed.RolloutFeed:
+    """Those of a controller that says this, the last of it again and again."""
 
     def wait_ready(
         step: int, timeout_s: float, interrupted: Callable[[], bool], enough: Callable[[StepStatus], bool]
     ) -> StepStatus:
-        return status
+        for status in statuses:
+            enough(status)
+        return statuses[-1]
 
     monkeypatch.setattr(feed, "data_parallel_rank", lambda: 0)
     monkeypatch.setattr(feed, "is_data_parallel_leader", lambda: True)
     client: Any = SimpleNamespace(wait_ready=wait_ready)
     zero = RankZero(dist.HashStore(), 0)  # type: ignore[attr-defined]
-    return feed.RolloutFeed(make_config("model"), client, zero)
+    return feed.RolloutFeed(make_config("model"), client, zero, say)
 
 
 def wait(rollouts: feed.RolloutFeed) -> list[str] | None:
@@ -46,3 +50,14 @@ def test_engines_that_need_weights_get_them_also_when_no_step_waits_for_rollouts
 
 def test_a_batch_that_is_ready_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wait(rollouts(monkeypatch, StepStatus("ready"))) == []
+
+
+def test_engines_that_go_out_and_come_back_are_told_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = ["not looked at yet", "", "connection refused", "holds version 1", ""]
+    statuses = [StepStatus("ready", engines={"http://a": "", "http://b": reason}) for reason in reasons]
+    told: list[str] = []
+    wait(rollouts(monkeypatch, *statuses, say=told.append))
+    assert told == [
+        "WARNING engine http://b is out (1 of 2 engines serve): connection refused",
+        "INFO engine http://b serves (2 of 2 engines serve)",
+    ]

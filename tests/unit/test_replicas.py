@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -325,3 +325,14 @@ def test_the_first_reason_stays_while_failures_follow_from_it():
             return replicas.states["http://a"]
 
     assert asyncio.run(run()) == "connection refused"
+
+
+def test_the_fewest_that_served_and_the_outages_are_counted_from_one_question_to_the_next():
+    replicas = Replicas(["http://a", "http://b"], cast(Any, None), clock=lambda: 0.0)
+    replicas.publish(0, ["http://a", "http://b"])
+    assert replicas.tally() == (2, 0)
+    replicas.failed("http://a", "gone")
+    replicas.failed("http://a", "gone, as is known")
+    replicas.publish(1, ["http://a", "http://b"])
+    assert replicas.tally() == (1, 1)
+    assert replicas.tally() == (2, 0)
