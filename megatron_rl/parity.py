@@ -13,7 +13,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,12 +239,15 @@ class Trainer:
 
 
 def examine(
-    cfg: Config, trainer: Trainer, engine: Engine, sampled: Sampled, zero: RankZero, reload_engine: bool
+    cfg: Config,
+    trainer: Trainer,
+    engine: Engine,
+    sampled: Sampled,
+    zero: RankZero,
+    reload_engine: bool,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Evidence:
-    """Compare, and try what could be wrong as long as nothing explains the gap. Collective.
-
-    `reload_engine`: see `may_reload`.
-    """
+    """Compare, and try what could be wrong as long as nothing explains the gap, which it will `say`. Collective."""
     t, dtype = cfg.rollout.temperature, cfg.model.dtype
     with_entropy = cfg.loss.logprob_backend != "te"
     rows = np.atleast_2d(trainer.log_probs(t, with_entropy))
@@ -261,6 +264,7 @@ def examine(
     }
     if gap.within(dtype) or sampled.other_tokens:
         return Evidence(**evidence)
+    say("they differ: trying what could be wrong")
     plain = trainer.log_probs(1.0)
     evidence["scored"] = scored = Gap.of(plain, sampled.scored)
     if scored.within(dtype):
@@ -353,6 +357,7 @@ def _one_rank(cfg: Config, prompts: int, file: Path, reload_engine: bool) -> Non
     from megatron_rl.colocation import EngineMemory
     from megatron_rl.config import read_hf_config
     from megatron_rl.monitor.logs import setup_logging
+    from megatron_rl.monitor.progress import Progress
     from megatron_rl.policy import distributed
     from megatron_rl.policy.policy import Policy
 
@@ -365,20 +370,27 @@ def _one_rank(cfg: Config, prompts: int, file: Path, reload_engine: bool) -> Non
         cfg.cluster.device,
     )
     setup_logging("trainer", dist.get_rank(), None, cfg.logging.level)
+    progress = Progress("parity", mode=cfg.logging.console if dist.get_rank() == 0 else "quiet")
     try:
+        progress.__enter__()
         zero = RankZero(dist.distributed_c10d._get_default_store(), dist.get_rank())
+        where = cfg.engine.urls or run.log("engine", 0)
+        progress.stage(f"waiting up to {cfg.engine.ready_timeout_s:g} s for the engine ({where})")
         control, hf = connect_engines(cfg, zero), read_hf_config(cfg.model.path)
         engine = Engine(cfg, control, hf.vocab_size, hf.hidden_size)
         patience = cfg.engine.ready_timeout_s + 2 * cfg.rollout.request_timeout_s + cfg.engine.update_timeout_s
+        progress.stage(f"the engine samples answers to {prompts} prompts")
         sampled = zero.run("what the engine samples", lambda: engine.sample(prompts), patience)
         if cfg.cluster.placement == "colocated":
             zero.run("the engine gives up its memory", EngineMemory(control, run).release_all, patience)
+        progress.stage("the trainer loads the model and computes the same log-probs")
         trainer = Trainer(cfg, Policy.build(cfg), sampled)
-        evidence = examine(cfg, trainer, engine, sampled, zero, reload_engine)
+        evidence = examine(cfg, trainer, engine, sampled, zero, reload_engine, progress.stage)
         if zero.is_zero:
             evidence.write(file)
         control.close()
     finally:
+        progress.close()
         with suppress(RuntimeError):  # the peers may be gone
             distributed.shutdown()
 

@@ -33,6 +33,7 @@ def test_the_verdict_is_the_exit_code_and_nothing_is_left_behind(tmp_path: Path)
     assert good.returncode == 0, good.stdout + good.stderr
     assert good.stdout.startswith("inputs: OK, 16 prompts")
     assert good.stdout.endswith("engine and trainer agree\n")
+    assert f"s for the engine ({run}/preflight/logs/engine-0.log)\nthe engine samples" in good.stdout
     bad = preflight(run, inputs, "engine.dtype=bfloat16")
     assert bad.returncode == 1, bad.stdout + bad.stderr
     assert "most likely: dtype: the engine computes in bfloat16, the trainer in float32" in bad.stdout
