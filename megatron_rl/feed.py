@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.algorithms.normalisation import token_weights
 from megatron_rl.cluster.rank_zero import RankZero
-from megatron_rl.config import Config
+from megatron_rl.config import Config, read_hf_config
 from megatron_rl.data import PromptCursor, PromptDataset, PromptTokenizer
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.distributed import data_parallel_rank, is_data_parallel_leader
@@ -22,7 +22,9 @@ from megatron_rl.policy.exchange import broadcast_to_replica
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.step_batch import LocalUpdate, Update, plan_lengths, plan_step
 from megatron_rl.rollout.pull import ControllerClient, ControllerError, EngineNews, StepStatus
+from megatron_rl.rollout.routed import RouteFormat
 from megatron_rl.rollout.wire import Gaps, RolloutShard, RolloutTable
+from megatron_rl.routes import RouteStore, StoredRoutes
 
 T = TypeVar("T")
 REPAIR_PAUSE_S = 10.0
@@ -39,6 +41,8 @@ class RolloutFeed:
         self._timeout_s = cfg.cluster.controller_timeout_s + 30  # the other ranks are told what rank 0 waited for
         self._next_repair, self._say, self._news = 0.0, say, EngineNews()
         self._dp_rank, self._leader = data_parallel_rank(), is_data_parallel_leader()
+        routes = RouteFormat.of(cfg, read_hf_config(cfg.model.path)) if cfg.engine.routed_experts else None
+        self._routes = None if routes is None else routes.store()
 
     def start(self, step: int) -> None:
         """The engines hold the weights of `step`: its rollouts may be generated."""
@@ -106,7 +110,7 @@ class RolloutFeed:
     def _pull_update(self, step: int, update: Update) -> LocalUpdate:
         rows = update.samples[update.local(self._dp_rank)].tolist()
         shard = self._share(lambda: self._client.samples_bytes(step, rows))
-        return LocalUpdate(update, self._dp_rank, _sequence_batch(shard))
+        return LocalUpdate(update, self._dp_rank, _sequence_batch(shard, self._routes))
 
     def _share(self, fetch: Callable[[], bytes]) -> bytes:
         """What the leader fetches, on all ranks of its model replica."""
@@ -123,7 +127,8 @@ def _unless(excused: Callable[[], bool], call: Callable[[], T]) -> T | None:
         raise
 
 
-def _sequence_batch(blob: bytes) -> SequenceBatch:
+def _sequence_batch(blob: bytes, routes: RouteStore | None) -> SequenceBatch:
+    """Of a shard; its routes of experts are read when they are used, by each rank those of its layers and tokens."""
     shard = RolloutShard.from_bytes(blob)
     return SequenceBatch(
         tokens=shard.tokens,
@@ -132,6 +137,7 @@ def _sequence_batch(blob: bytes) -> SequenceBatch:
         temperature=shard.temperature,
         sample_ids=tuple(shard.sample_ids),
         behaviour_log_probs=shard.behaviour_log_probs,
+        routes=None if routes is None else StoredRoutes(routes, shard.routes),
     )
 
 

@@ -313,13 +313,13 @@ class Job:
         tokens = sample.prompt_tokens
         if sample.response_length:
             tokens = np.concatenate([tokens, sample.response_tokens])
-        return Prompt(sample.next_request(), tokens, sample.seed, self._asked, self._settings)
+        return Prompt(sample.next_request(), tokens, sample.seed, self._asked, self._settings, routed=sample.routed)
 
     def take(self, answer: Generation, suspended: bool) -> None:
         """Append what the engine generated. Raises GenerationAborted when it keeps aborting without being asked to."""
         aborted = answer.finish_reason == "abort"
         if len(answer.tokens):
-            self.sample.append(answer.tokens, answer.log_probs, answer.spans)
+            self.sample.append(answer.tokens, answer.log_probs, answer.spans, answer.routes)
             self._failures, self._pause_s, self.busy = 0, 0.0, None
             self._faults.clear()
         elif aborted and not suspended:

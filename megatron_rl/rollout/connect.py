@@ -14,6 +14,7 @@ from .endpoint import engine_logs
 from .exchange import HttpExchange
 from .protocol import EngineError
 from .replicas import ExpectedModel, Replicas
+from .routed import RouteFormat
 from .session import open_session
 from .workers.pool import WorkerExchange
 
@@ -33,14 +34,17 @@ async def connect(
     weights_dir: Path | None = None,
     logs: Mapping[str, Path] | None = None,
     workers: int = 0,
+    routes: RouteFormat | None = None,
 ) -> AsyncIterator[EngineClient]:
     """A client for the replicas at `urls`, which are watched while the block runs; see `EngineClient`, `Replicas`.
 
-    `workers` processes make the requests, or this one if 0. Raises EngineError when they cannot be started; and in the
-    middle of the block when the watching fails: nothing would come back any more, and nobody would know why.
+    `workers` processes make the requests, or this one if 0; they keep `routes` of experts that are asked for. Raises
+    EngineError when they cannot be started; and in the middle of the block when the watching fails: nothing would come
+    back any more, and nobody would know why.
     """
     bare = [url.rstrip("/") for url in urls]
-    making = WorkerExchange(workers, vocab_size, api_key) if workers else HttpExchange(vocab_size, api_key)
+    settings = vocab_size, api_key, routes
+    making = WorkerExchange(workers, *settings) if workers else HttpExchange(*settings)
     async with open_session(api_key) as session, making as exchange:
         replicas = Replicas(bare, session, expected, weights_dir)
         client = EngineClient(
@@ -93,6 +97,7 @@ async def connect_run(cfg: Config, urls: Sequence[str]) -> AsyncIterator[EngineC
         weights_dir=Path(cfg.run_dir) / "weights",
         logs=engine_logs(cfg.run_dir, urls),
         workers=client_workers(cfg),
+        routes=RouteFormat.of(cfg, hf),
     ) as client:
         yield client
 

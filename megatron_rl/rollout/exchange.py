@@ -10,6 +10,9 @@ from typing import Protocol
 
 import aiohttp
 
+from megatron_rl.files import disk_failure
+
+from .answers import parse_generations
 from .protocol import (
     EngineBusy,
     EngineError,
@@ -19,8 +22,8 @@ from .protocol import (
     RequestLost,
     TransportError,
     generate_request,
-    parse_generations,
 )
+from .routed import RouteFormat
 from .session import error_text, open_session
 
 ABORT_TIMEOUT_S = 5.0
@@ -53,10 +56,12 @@ class HttpExchange:
     Args:
         vocab_size: token ids must be below it.
         api_key: bearer token of the engines, if they want one.
+        routes: how routes of experts look, where some are to be kept.
     """
 
-    def __init__(self, vocab_size: int, api_key: str | None = None) -> None:
-        self._vocab_size, self._api_key = vocab_size, api_key
+    def __init__(self, vocab_size: int, api_key: str | None = None, routes: RouteFormat | None = None) -> None:
+        self._vocab_size, self._api_key, self._routes = vocab_size, api_key, routes
+        self._store = None if routes is None else routes.store()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> HttpExchange:
@@ -72,7 +77,22 @@ class HttpExchange:
     async def generate(self, url: str, prompts: Sequence[Prompt]) -> list[Generation]:
         """See `Exchange`."""
         answer = await self._post(url, generate_request(prompts))
-        return parse_generations(answer, prompts, url=url, vocab_size=self._vocab_size)
+        found = parse_generations(answer, prompts, url=url, vocab_size=self._vocab_size, routes=self._routes)
+        if all(generation.rows is None for generation in found):
+            return found
+        try:
+            return await asyncio.to_thread(self._keep, found, prompts)  # a file system may take its time
+        except OSError as error:
+            raise EngineError(f"routes of experts cannot be kept: {disk_failure(error) or error}") from error
+
+    def _keep(self, found: list[Generation], prompts: Sequence[Prompt]) -> list[Generation]:
+        """Write the routes, and put where they are in their place."""
+        assert self._store is not None, "nobody asked for routes"
+        for index, (generation, prompt) in enumerate(zip(found, prompts, strict=True)):
+            if generation.rows is not None:
+                part = self._store.append(generation.rows, prompt.routed, prompt.settings.routes or "")
+                found[index] = generation._replace(rows=None, routes=part)
+        return found
 
     async def _post(self, url: str, body: bytes) -> bytes:
         assert self._session is not None, "HttpExchange is used outside `async with`"

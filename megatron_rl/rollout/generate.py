@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -87,6 +90,10 @@ class GroupMaker:
         self._cfg, self._dataset, self._engines = cfg, dataset, engines
         self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed, turns)
         self._suspended: set[int] = set()
+        self._run = secrets.token_hex(4) if cfg.engine.routed_experts else ""
+        self._made = itertools.count()
+        self.packs: dict[int, str] = {}
+        """Of groups that are being made, by id: the pack into which routes of experts go now."""
         self.in_flight: dict[int, Group] = {}
         """Groups that are being made, by id. Their samples grow by whole segments."""
         self._settings = SamplingSettings(
@@ -110,13 +117,21 @@ class GroupMaker:
         self.in_flight[group_id] = group
         try:
             if not (group.unfinished and self.suspended(group_id)):
-                await self._examiner.answer([group], [record], self._settings, self.suspended)
+                await self._examiner.answer([group], [record], self._settings_of(group_id), self.suspended)
             if not group.unfinished:
                 shape(group, self._cfg)
             return group
         finally:
             del self.in_flight[group_id]
+            self.packs.pop(group_id, None)
             self._suspended.discard(group_id)
+
+    def _settings_of(self, group_id: int) -> SamplingSettings:
+        """With a pack that no other attempt at this group has, if routes are wanted: nobody else's rows are in it."""
+        if not self._run:
+            return self._settings
+        self.packs[group_id] = f"{group_name(group_id)}{self._run}-{next(self._made)}"
+        return replace(self._settings, routes=self.packs[group_id])
 
     def suspend(self, ids: Collection[int]) -> None:
         """Have these groups come back soon, with what they have; also one whose `make` has not begun yet."""

@@ -1,11 +1,10 @@
-"""SGLang's `/generate` in plain data: building the request, reading the answer strictly into numpy. No HTTP here.
+"""SGLang's `/generate` in plain data: what is asked and answered, its errors, and the request. No HTTP here.
 
-An answer is either understood as a whole or refused with one `ProtocolError` that names the engine and the field.
+Answers are read in `answers.py`.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from .arrays import usual_answers
+from megatron_rl.routes import RoutePart
+from megatron_rl.routes.store import Rows
+
 from .sample import LogProbs, Sample, Span, Tokens
 
 INITIAL_VERSION = "default"
@@ -50,7 +51,10 @@ class GenerationAborted(EngineError):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a response is sampled. `max_new_tokens`: its longest length, what is there already included."""
+    """How a response is sampled. `max_new_tokens`: its longest length, what is there already included.
+
+    `routes`: the pack in which routes of experts are kept (see `RouteStore`), None where nobody wants to know them.
+    """
 
     temperature: float
     max_new_tokens: int
@@ -58,13 +62,15 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    routes: str | None = None
 
 
 class Prompt(NamedTuple):
     """One sequence to go on with: `rid` names the request, `tokens` int64 [P], at most `max_new_tokens` follow.
 
     Engines share cached prefixes among requests of one `cache_key` only. It is the weights version, since keys and
-    values of older weights stay in an engine that was updated while requests kept theirs (`engine.pause_mode`).
+    values of older weights stay in an engine that was updated while requests kept theirs (`engine.pause_mode`). Routes
+    are wanted of the tokens from `routed` on: the others have been reported already.
     """
 
     rid: str
@@ -73,12 +79,14 @@ class Prompt(NamedTuple):
     max_new_tokens: int
     settings: SamplingSettings
     cache_key: str = ""
+    routed: int = 0
 
 
 class Generation(NamedTuple):
     """An engine's answer: tokens int64 [R], log_probs float32 [R] at the sampling temperature, spans over [0, R).
 
     `finish_reason` is stop, length or abort; `message` is what the engine says of an abort, which may leave R = 0.
+    `rows` are routes of experts [tokens, MoE layers, top_k] as they came, until `routes` says where they are kept.
     """
 
     tokens: Tokens
@@ -86,6 +94,8 @@ class Generation(NamedTuple):
     spans: list[Span]
     finish_reason: str
     message: str = ""
+    rows: Rows | None = None
+    routes: RoutePart | None = None
 
 
 def require_prompts(samples: Iterable[Sample], vocab_size: int) -> None:
@@ -98,19 +108,20 @@ def require_prompts(samples: Iterable[Sample], vocab_size: int) -> None:
         tokens = sample.prompt_tokens
         if len(tokens) == 0:
             raise EngineError(f"{sample.id} has no prompt tokens; is the chat template of the model empty?")
-        if not _within(tokens, vocab_size):
+        if not within(tokens, vocab_size):
             raise EngineError(
-                f"{sample.id} has the prompt token {_outside(tokens, vocab_size)}, outside the model's vocabulary of "
+                f"{sample.id} has the prompt token {outside(tokens, vocab_size)}, outside the model's vocabulary of "
                 f"{vocab_size}; do tokenizer and model belong together?"
             )
 
 
-def _within(tokens: Tokens, vocab_size: int) -> bool:
-    """Negative ones count as very large."""
+def within(tokens: Tokens, vocab_size: int) -> bool:
+    """Whether all, of at least one, are in the vocabulary. Negative ones count as very large."""
     return bool(tokens.view(np.uint64).max() < vocab_size)
 
 
-def _outside(tokens: Tokens, vocab_size: int) -> int:
+def outside(tokens: Tokens, vocab_size: int) -> int:
+    """The first that is not."""
     return int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
 
 
@@ -120,7 +131,7 @@ def generate_request(prompts: Sequence[Prompt]) -> bytes:
     Where an engine heeds seeds, a token depends on seed and position in the sequence alone, so that a response made in
     segments is the one made at once.
     """
-    body = {
+    body: dict[str, Any] = {
         "rid": [p.rid for p in prompts],
         "input_ids": [p.tokens for p in prompts],
         "sampling_params": [_sampling_params(p) for p in prompts],
@@ -128,6 +139,9 @@ def generate_request(prompts: Sequence[Prompt]) -> bytes:
         "logprob_start_len": -1,
         "extra_key": [p.cache_key for p in prompts],
     }
+    if prompts[0].settings.routes is not None:
+        (start,) = {p.routed for p in prompts}  # one for all: what is asked for together begins together
+        body |= {"return_routed_experts": True, "routed_experts_start_len": start}
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -144,142 +158,18 @@ def _sampling_params(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def parse_generations(body: bytes, prompts: Sequence[Prompt], *, url: str, vocab_size: int) -> list[Generation]:
-    """Read the answer to `generate_request`.
-
-    Raises:
-        ProtocolError: not JSON, another number of answers, a missing or ill-typed field, log-probs that are missing,
-            NaN or infinite, a response that is empty or longer than asked for, or token ids outside the vocabulary.
-        GenerationAborted: the engine gave a sequence up with a status of its own.
-    """
-    usual = usual_answers(body, [prompt.max_new_tokens for prompt in prompts], vocab_size)
-    if usual is not None:
-        return [
-            Generation(tokens, log_probs, _Reader(url, prompt.rid).spans(versions, len(tokens)), reason)
-            for (tokens, log_probs, versions, reason), prompt in zip(usual, prompts, strict=True)
-        ]
-    # A parsed answer has a small list per token, none of it garbage: looking through them took most of the time.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return _parse(body, prompts, url, vocab_size)
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _parse(body: bytes, prompts: Sequence[Prompt], url: str, vocab_size: int) -> list[Generation]:
-    try:
-        answers = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ProtocolError(f"engine {url}: the answer of /generate is not JSON ({error}): {body[:200]!r}") from error
-    if isinstance(answers, dict):
-        answers = [answers]
-    if not isinstance(answers, list) or len(answers) != len(prompts):
-        found = len(answers) if isinstance(answers, list) else type(answers).__name__
-        raise ProtocolError(f"engine {url}: /generate was asked for {len(prompts)} sequences and answered {found}")
-    return [
-        _Reader(url, prompt.rid).generation(answer, prompt.max_new_tokens, vocab_size)
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-
-
 def parse_version(label: Any) -> int:
     """`"12"` -> 12, SGLang's initial `"default"` -> 0. Raises ValueError for anything else."""
-    return 0 if label == INITIAL_VERSION else int(label)
+    if label == INITIAL_VERSION:
+        return 0
+    if not (isinstance(label, str) and label.isascii() and label.isdigit()):
+        raise ValueError(f"{label!r} is no weights version")
+    return int(label)
 
 
 def version_of(label: Any) -> int | None:
     """The same; None for anything else."""
     try:
         return parse_version(label)
-    except (TypeError, ValueError):
+    except ValueError:
         return None
-
-
-class _Reader(NamedTuple):
-    url: str
-    rid: str
-
-    def generation(self, answer: Any, max_new_tokens: int, vocab_size: int) -> Generation:
-        meta = self._field(answer, "meta_info", dict)
-        reason = self._field(meta, "finish_reason", dict, "meta_info.")
-        kind: str = self._field(reason, "type", str, "meta_info.finish_reason.")
-        if kind == "abort" and reason.get("status_code"):
-            raise GenerationAborted(
-                f"engine {self.url}: {self.rid} ended with status {reason['status_code']}: {reason.get('message')}"
-            )
-        ids = self._field(answer, "output_ids", list)
-        tokens = self._tokens(ids, max_new_tokens, vocab_size)
-        if not len(tokens) and kind != "abort":
-            raise self._wrong("output_ids", f"is empty, but the response ended with {kind!r}, not with an abort")
-        log_probs = self._log_probs(meta, ids) if ids else np.empty(0, np.float32)
-        spans = self._spans(meta, len(tokens))
-        return Generation(tokens, log_probs, spans, kind, str(reason.get("message") or ""))
-
-    def _tokens(self, ids: list[Any], max_new_tokens: int, vocab_size: int) -> Tokens:
-        try:
-            tokens = np.array(ids, np.int64)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise self._wrong("output_ids", f"must be token ids ({error})") from error
-        if tokens.ndim != 1:
-            raise self._wrong("output_ids", f"must be a flat list, not of shape {tokens.shape}")
-        if len(tokens) > max_new_tokens:
-            raise self._wrong(
-                "output_ids", f"has {len(tokens)} tokens, but max_new_tokens={max_new_tokens} was asked for"
-            )
-        if len(tokens) and not _within(tokens, vocab_size):
-            raise self._wrong(
-                "output_ids",
-                f"holds id {_outside(tokens, vocab_size)}, outside the vocabulary of {vocab_size}; does this engine "
-                "serve another model?",
-            )
-        return tokens
-
-    def _log_probs(self, meta: dict[str, Any], tokens: list[Any]) -> LogProbs:
-        """Entries are [log_prob, token_id, text]; null stands where JSON cannot write NaN."""
-        name = "meta_info.output_token_logprobs"
-        entries = self._field(meta, "output_token_logprobs", list, "meta_info.")
-        if len(entries) != len(tokens):
-            raise self._wrong(name, f"has {len(entries)} entries for {len(tokens)} tokens")
-        try:
-            log_probs = np.array([entry[0] for entry in entries], np.float32)
-            ids = [entry[1] for entry in entries]
-        except (TypeError, ValueError, IndexError, OverflowError) as error:
-            raise self._wrong(name, f"must be [log_prob, token_id, text] entries ({error})") from error
-        if not np.isfinite(log_probs).all():
-            bad = np.flatnonzero(~np.isfinite(log_probs))[0]
-            raise self._wrong(name, f"is {log_probs[bad]} at token {bad} of {len(tokens)}; the engine's logits broke")
-        if ids != tokens:
-            raise self._wrong(name, "names other token ids than output_ids")
-        return log_probs
-
-    def _spans(self, meta: dict[str, Any], length: int) -> list[Span]:
-        """Engines without `weight_versions` report only the version at the end, which then counts for all tokens."""
-        if length == 0:
-            return []
-        entries = meta.get("weight_versions")
-        if entries is None:
-            entries = [{"version": self._field(meta, "weight_version", str, "meta_info."), "start": 0, "end": length}]
-        return self.spans(entries, length)
-
-    def spans(self, entries: Any, length: int) -> list[Span]:
-        """Those of `length` tokens. Raises ProtocolError."""
-        try:
-            spans = [Span(parse_version(e["version"]), e["start"], e["end"]) for e in entries if e["end"] > e["start"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._wrong("meta_info.weight_versions", f"is not readable ({error!r}): {entries}") from error
-        bounds = [0, *(s.end for s in spans)]
-        if [s.start for s in spans] != bounds[:-1] or bounds[-1] != length:
-            raise self._wrong("meta_info.weight_versions", f"does not cover the {length} tokens: {entries}")
-        return spans
-
-    def _field(self, holder: Any, name: str, kind: type, where: str = "") -> Any:
-        value = holder.get(name) if isinstance(holder, dict) else None
-        if not isinstance(value, kind):
-            found = "is missing" if value is None else f"must be a {kind.__name__}, not {type(value).__name__}"
-            raise self._wrong(where + name, found)
-        return value
-
-    def _wrong(self, name: str, what: str) -> ProtocolError:
-        return ProtocolError(f"engine {self.url}: /generate answer for {self.rid}: field {name} {what}")

@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.rollout.answers import _Reader, parse_carefully
 from megatron_rl.rollout.arrays import usual_answers
-from megatron_rl.rollout.protocol import EngineError, Prompt, SamplingSettings, _parse
+from megatron_rl.rollout.protocol import EngineError, Prompt, SamplingSettings
 from tests.unit.fake_sglang import META, drop, good_answer, put
 
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=4, stop_token_ids=(2,))
@@ -38,14 +39,14 @@ def test_the_quick_reader_says_what_the_careful_one_says_or_nothing(sequences, d
         data.draw(st.sampled_from(DAMAGES))(answers[0])
     body = json.dumps(answers, separators=(",", ":")).encode()
     prompts = [Prompt(f"r{i}", np.array([1]), 0, 3, SETTINGS) for i in range(len(answers))]
-    usual = usual_answers(body, [3] * len(prompts), 100)
+    usual = usual_answers(body, prompts, 100)
     try:
-        careful = _parse(body, prompts, "u", 100)
+        careful = parse_carefully(body, [_Reader("u", prompt, 100, None) for prompt in prompts], "u")
     except EngineError:
         careful = None
     if usual is not None:
         assert careful is not None
-        for (tokens, log_probs, _, reason), other in zip(usual, careful, strict=True):
+        for (tokens, log_probs, _, reason, _), other in zip(usual, careful, strict=True):
             np.testing.assert_equal((tokens, log_probs, reason), (other.tokens, other.log_probs, other.finish_reason))
     elif careful is not None:
         assert any(g.finish_reason == "abort" or not len(g.tokens) for g in careful), "a usual answer was left to it"

@@ -94,6 +94,10 @@ def test_a_group_begins_with_one_request_that_has_a_name_and_a_seed_for_each_sam
     assert samples[1].finish_reason == "stop"
 
 
+def span(version: str, start: int, end: int) -> Body:
+    return {"version": version, "start": start, "end": end}
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -117,6 +121,20 @@ def test_a_group_begins_with_one_request_that_has_a_name_and_a_seed_for_each_sam
         (put([], "output_ids"), "output_ids is empty, but the response ended with 'stop'"),
         (put([{"version": "0", "start": 0, "end": 1}], META, "weight_versions"), "does not cover the 2 tokens"),
         (put([{"version": "blue", "start": 0, "end": 2}], META, "weight_versions"), "weight_versions is not readable"),
+        (put([{"version": "1.5", "start": 0, "end": 2}], META, "weight_versions"), "weight_versions is not readable"),
+        (put([{"version": "-1", "start": 0, "end": 2}], META, "weight_versions"), "'-1' is no weights version"),
+        (put([{"version": 1, "start": 0, "end": 2}], META, "weight_versions"), "1 is no weights version"),
+        (put([{"version": "0", "start": 0.0, "end": 2}], META, "weight_versions"), "does not cover the 2 tokens"),
+        (put([span("3", 0, 1), span("2", 1, 2)], META, "weight_versions"), "goes back to older weights"),
+        (put([[0.5, 5, None], [-1, 2, None]], META, "output_token_logprobs"), "0.5 at token 0 of 2; no probability"),
+        (put([["-1", 5, None], [-1, 2, None]], META, "output_token_logprobs"), "with a number first"),
+        (put([[True, 5, None], [-1, 2, None]], META, "output_token_logprobs"), "with a number first"),
+        (put([7.9, 2], "output_ids"), "must be token ids in a flat list; it holds 7.9"),
+        (put([5, True], "output_ids"), "it holds True"),
+        (put([5, [2]], "output_ids"), r"it holds \[2\]"),
+        (put([5, 2**70], "output_ids"), "must be token ids"),
+        (put("gave up", META, "finish_reason", "type"), "is 'gave up'; stop, length, abort are known"),
+        (put("s000000000-001.0007", META, "id"), "id is 's000000000-001.0007': the answer to another request"),
     ],
 )
 def test_an_answer_that_is_not_whole_is_refused_by_engine_and_field(change, complaint):
@@ -126,6 +144,18 @@ def test_an_answer_that_is_not_whole_is_refused_by_engine_and_field(change, comp
     with pytest.raises(ProtocolError, match=complaint):
         raise outcome
     assert asked(engine) == ["/generate"]
+
+
+def test_a_log_prob_that_rounding_put_above_zero_is_taken_as_it_is():
+    samples, _ = generate_from(changed(put([[1e-6, 5, None], [-1, 2, None]], META, "output_token_logprobs")))
+    assert samples[1].log_probs.tolist() == pytest.approx([1e-6, -1])
+
+
+@pytest.mark.parametrize("depth", [900, 5_000, 200_000])
+def test_json_of_any_depth_is_refused_in_one_message(depth):
+    outcome, _ = generate_from(says_text('[{"output_ids": ' + "[" * depth + "]" * depth + "}, {}]"))
+    assert isinstance(outcome, ProtocolError)
+    assert len(str(outcome)) < 500
 
 
 def test_nan_written_as_a_bare_word_is_refused_as_not_json():

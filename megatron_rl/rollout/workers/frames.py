@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.routes import RoutePart
+
 from ..protocol import (
     EngineBusy,
     EngineError,
@@ -53,7 +55,7 @@ async def read(stream: asyncio.StreamReader) -> tuple[Arrays, Values] | None:
 def request(number: int, url: str, prompts: Sequence[Prompt]) -> bytes:
     """Asks for one exchange."""
     arrays = {"tokens": np.concatenate([p.tokens for p in prompts]), "lengths": _lengths([p.tokens for p in prompts])}
-    entries = [[p.rid, p.seed, p.max_new_tokens, astuple(p.settings), p.cache_key] for p in prompts]
+    entries = [[p.rid, p.seed, p.max_new_tokens, astuple(p.settings), p.cache_key, p.routed] for p in prompts]
     return frame(arrays, {"number": number, "url": url, "prompts": entries})
 
 
@@ -61,10 +63,10 @@ def from_request(arrays: Arrays, values: Values) -> tuple[str, list[Prompt]]:
     """URL and prompts of a request."""
     tokens = _split(arrays["tokens"], arrays["lengths"])
     prompts = []
-    for (rid, seed, max_new_tokens, settings, cache_key), ids in zip(values["prompts"], tokens, strict=True):
+    for (rid, seed, max_new_tokens, settings, cache_key, routed), ids in zip(values["prompts"], tokens, strict=True):
         temperature, longest, stop, *rest = settings
         sampling = SamplingSettings(temperature, longest, tuple(stop), *rest)
-        prompts.append(Prompt(rid, ids, seed, max_new_tokens, sampling, cache_key))
+        prompts.append(Prompt(rid, ids, seed, max_new_tokens, sampling, cache_key, routed))
     return values["url"], prompts
 
 
@@ -84,7 +86,10 @@ def answer(number: int, generations: Sequence[Generation]) -> bytes:
         "log_probs": np.concatenate([g.log_probs for g in generations]),
         "lengths": _lengths([g.tokens for g in generations]),
     }
-    entries = [[g.finish_reason, g.message, [list(span) for span in g.spans]] for g in generations]
+    entries = [
+        [g.finish_reason, g.message, [list(span) for span in g.spans], None if g.routes is None else list(g.routes)]
+        for g in generations
+    ]
     return frame(arrays, {"number": number, "generations": entries})
 
 
@@ -101,10 +106,11 @@ def from_answer(arrays: Arrays, values: Values) -> list[Generation]:
         raise ERRORS[kind](message)
     tokens = _split(arrays["tokens"], arrays["lengths"])
     log_probs = _split(arrays["log_probs"], arrays["lengths"])
-    return [
-        Generation(ids, values_of, [Span(*span) for span in spans], reason, message)
-        for (reason, message, spans), ids, values_of in zip(values["generations"], tokens, log_probs, strict=True)
-    ]
+    found = []
+    for (reason, message, spans, routes), ids, each in zip(values["generations"], tokens, log_probs, strict=True):
+        part = None if routes is None else RoutePart(*routes)
+        found.append(Generation(ids, each, [Span(*span) for span in spans], reason, message, routes=part))
+    return found
 
 
 def _lengths(parts: Sequence[Any]) -> Any:

@@ -18,11 +18,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 from ..exchange import HttpExchange
 from ..protocol import EngineError, Generation, Prompt, RequestLost
+from ..routed import RouteFormat
 from . import frames
 
 log = logging.getLogger(__name__)
@@ -43,8 +45,12 @@ class WorkerExchange:
     Raises EngineError on entering when a worker cannot be started.
     """
 
-    def __init__(self, count: int, vocab_size: int, api_key: str | None = None) -> None:
-        self._workers = [Worker(i, {"vocab_size": vocab_size, "api_key": api_key}) for i in range(count)]
+    def __init__(
+        self, count: int, vocab_size: int, api_key: str | None = None, routes: RouteFormat | None = None
+    ) -> None:
+        kept = None if routes is None else asdict(routes)
+        settings = {"vocab_size": vocab_size, "api_key": api_key, "routes": kept}
+        self._workers = [Worker(i, settings) for i in range(count)]
         self._aborts = HttpExchange(vocab_size, api_key)
         self._keepers: list[asyncio.Task[None]] = []
 

@@ -18,6 +18,7 @@ from megatron_rl.rewards.worker import die_with_parent
 from ..exchange import HttpExchange
 from ..garbage import look_less_often
 from ..protocol import EngineError
+from ..routed import RouteFormat
 from . import frames
 
 
@@ -38,7 +39,9 @@ async def serve(parent: socket.socket) -> None:
     first = await frames.read(reader)
     if first is None:
         return
-    async with HttpExchange(**first[1]["exchange"]) as exchange:
+    settings = first[1]["exchange"]
+    routes = None if settings["routes"] is None else RouteFormat(**settings["routes"])
+    async with HttpExchange(settings["vocab_size"], settings["api_key"], routes) as exchange:
         writer.write(frames.frame({}, {"ready": True}))
         tasks: dict[int, asyncio.Task[None]] = {}
         while (received := await frames.read(reader)) is not None:
