@@ -1,7 +1,8 @@
 """The pass over chunks with log-probs by Transformer Engine's parallel cross entropy instead of kernels of our own.
 
-It has no entropy and no notion of padding or temperature: padding columns get -inf, rows are scaled before and their
-gradient after. All ranks of its group must hold equally many columns, so padding takes part in the products.
+It has no entropy and no notion of padding or temperature: padding columns get a number whose exponential is 0, rows are
+scaled before and their gradient after. All ranks of its group must hold equally many columns, so padding takes part in
+the products.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from .chunks import Piece
 from .linear_pass import LinearPass
 from .matmul import make_logits
 from .token_loss import PolicyLossOutput
+
+PADDING = -1e30
+"""Not -inf: it would be the maximum of a rank that holds padding alone, and -inf less -inf makes all sums NaN."""
 
 
 class TePass(LinearPass):
@@ -43,9 +47,11 @@ class TePass(LinearPass):
         leaf = make_logits(hidden, live.weight)
         if live.inverse_temperature is not None:
             leaf *= live.inverse_temperature[piece]
-        leaf[:, live.shard.valid :] = -torch.inf
+        leaf[:, live.shard.valid :] = PADDING
         group = live.shard.group if live.shard.size > 1 else None
         target = live.target[piece] + live.shard.start
+        if target.numel() == 0:  # a chunk of masked rows, on all tensor-parallel ranks alike: no kernel to launch
+            return leaf, self.log_probs.new_zeros(0), hidden
         with torch.enable_grad():
             leaf.requires_grad_(self._needs_gradient)
             nll = parallel_cross_entropy(leaf[None], target[None], 0.0, False, group)[0]
