@@ -122,6 +122,7 @@ class Runner:
         from megatron_rl.policy.policy import Policy
 
         self.cfg, self.paths, self.whole, self.case = cfg, paths, whole, case
+        self.is_alone = cfg.parallel.world_size == 1
         self.policy: Policy = Policy.build(cfg)
         parallel = cfg.parallel
         self.plan: Plan = plan_microbatches(
@@ -174,15 +175,20 @@ class Runner:
             "same_metrics": same.metrics,
             "metrics": result.metrics,
             "gradients": gradients(self.policy),
-            "gap": self._gap(batch),
-        }
+        } | (self._more(batch) if self.is_alone else {})
 
-    def _gap(self, batch: SequenceBatch) -> np.ndarray:
-        """float64 [2], sum of |difference to the old log-probs| under the moved weights, and trainable tokens."""
+    def _more(self, batch: SequenceBatch) -> dict[str, Any]:
+        """Of a rank alone: log-probs under the moved weights, and the same weights with other micro-batches."""
         self._load("moved")
-        now = self.policy.log_probs(batch, self.plan).log_probs
-        assert batch.old_log_probs is not None
-        return np.array([np.abs(now - batch.old_log_probs)[batch.mask].sum(), batch.mask.sum()])
+        moved = self.policy.log_probs(batch, self.plan).log_probs
+        self._load("engine")
+        plan = plan_microbatches(batch.lengths, 1, 30)
+        assert plan.num_microbatches > self.plan.num_microbatches
+        return {
+            "moved_log_probs": moved[batch.mask],
+            "engine_log_probs": batch.old_log_probs[batch.mask],
+            "other_microbatches": self.policy.train_step(batch, plan, SPEC).metrics,
+        }
 
     def _load(self, name: str) -> None:
         from megatron_rl.weights.load import load_hf_weights
