@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .base import ConfigError
 from .hf_config import HfConfig, read_hf_config
+from .moe_checks import routing_problems
 from .schema import Config
 from .shards import stage_layers
 
@@ -45,6 +46,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
         _environment(cfg),
         _off_policy(cfg),
         _weight_transport(cfg),
+        routing_problems(cfg, hf),
     )
     problems = [problem for found in checks for problem in found]
     if problems:

@@ -1,0 +1,49 @@
+"""Which settings of routing fit the model and the rest of the configuration; layouts of experts are not judged here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .hf_config import HfConfig
+from .schema import Config
+
+
+def routing_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    """Complaints, each with the fix."""
+    if hf.moe is None:
+        yield from _of_dense_models(cfg)
+        return
+    replay, old = cfg.moe.routing_replay, cfg.algorithm.old_logprobs
+    if replay == "R3" and not cfg.engine.routed_experts:
+        yield (
+            "moe.routing_replay=R3 replays what the engines report, and engine.routed_experts=false: set "
+            "engine.routed_experts=true (engines of engine.urls: start them with --enable-return-routed-experts), or "
+            "use routing_replay=R2"
+        )
+    if replay == "R2" and old != "recompute":
+        yield (
+            f"moe.routing_replay=R2 replays the pass for old log-probs, and algorithm.old_logprobs={old} has none; use "
+            "old_logprobs=recompute, or routing_replay=R3"
+        )
+    limit = cfg.moe.max_routing_mismatch
+    if limit is not None and not cfg.engine.routed_experts:
+        yield (
+            f"moe.max_routing_mismatch={limit} compares with the experts that the engines report, and "
+            "engine.routed_experts=false; set it to true, or leave max_routing_mismatch out"
+        )
+    if limit is not None and old != "recompute":
+        yield (
+            f"moe.max_routing_mismatch={limit} is measured in the pass for old log-probs, and "
+            f"algorithm.old_logprobs={old} has none; use old_logprobs=recompute, or leave max_routing_mismatch out"
+        )
+
+
+def _of_dense_models(cfg: Config) -> Iterator[str]:
+    settings = {
+        "moe.routing_replay": None if cfg.moe.routing_replay == "off" else cfg.moe.routing_replay,
+        "moe.max_routing_mismatch": cfg.moe.max_routing_mismatch,
+        "engine.routed_experts": "true" if cfg.engine.routed_experts else None,
+    }
+    for key, value in settings.items():
+        if value is not None:
+            yield f"{key}={value}: the model of model.path has no experts; leave it out"
