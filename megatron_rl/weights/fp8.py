@@ -7,7 +7,7 @@ multiplied by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,12 @@ def quantization_config() -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     }
+
+
+def names_in_blocks(names: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's tensors that are matrices in blocks: their scales lie beside them."""
+    present = set(names)
+    return sorted(name.removesuffix(SUFFIX) for name in present if name.removesuffix(SUFFIX) in present - {name})
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:

@@ -77,7 +77,9 @@ def run_all(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str], Found
                 if name in WRITTEN:
                     out = version_path(folder / family / name, 1)
                     write_version(chunks, hf, path, out, bucket_bytes=BUCKET_BYTES)
-                    write_version(chunks, hf, path, out.with_name("fp8"), torch.float8_e4m3fn, BUCKET_BYTES)
+                    in_fp8 = write_version(chunks, hf, path, out.with_name("fp8"), torch.float8_e4m3fn, BUCKET_BYTES)
+                    load_hf_weights(chunks, read_hf_config(in_fp8), in_fp8)
+                    found[family, f"{name} fp8"] = export(chunks, hf, dequantised(in_fp8))
     distributed.shutdown()
     return found
 
@@ -96,6 +98,15 @@ def export(chunks: list[Any], hf: Any, source: dict[str, torch.Tensor]) -> Found
             found.buckets += 1
     found.collectives = calls.total()
     return found
+
+
+def dequantised(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a directory in fp8 blocks, in fp32."""
+    from megatron_rl.weights.fp8 import SUFFIX, dequantise
+
+    stored = all_tensors(folder)
+    scales = {name.removesuffix(SUFFIX): stored.pop(name) for name in list(stored) if name.endswith(SUFFIX)}
+    return {n: dequantise(t, scales[n]) if n in scales else t.float() for n, t in stored.items()}
 
 
 @contextmanager
@@ -144,7 +155,7 @@ def results(paths: dict[str, Path], written: Path) -> list[dict[tuple[str, str],
 # ---------------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(f"{name} fp8" for name in WRITTEN)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_gives_back_the_checkpoint_bit_for_bit(
     family: str, name: str, results: list[Any], paths: dict[str, Path]
