@@ -3,9 +3,9 @@
 
 For each seed and number format of the engine: a tiny Qwen3-MoE learns the format of an answer (sort digits), an engine
 (transformers, fp32 or bf16, the same weights) samples responses and says which experts it used, and the trainer
-(Megatron-Core, fp32) makes updates of GSPO on parts of this batch. Before the first and after each update, log-probs of
+(Megatron-Core, fp32) makes updates of GSPO on parts of this batch. Before the first update and after some, log-probs of
 the whole batch are computed three times with the same weights: experts chosen live (off), those that the trainer chose
-before the first update (R2), those of the engine (R3). Replay is thus the only difference between the rows of a table.
+before the first update (R2), those of the engine (R3). Replay is thus the only difference between columns of the table.
 
     python tools/study_moe_ratio.py --plot docs/images/moe_ratio.svg
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_rl.policy.batch import Routes, SequenceBatch
-    from megatron_rl.policy.policy import Policy
+    from megatron_rl.policy.policy import LogProbs, Policy
 
 UPDATES = 8
+MEASURED = (0, 1, 2, 4, 8)
 ENGINES = ("float32", "bfloat16")
 MODES = ("off", "R2", "R3")
 
@@ -66,14 +68,13 @@ def main() -> int:
         for seed in range(arguments.seeds):
             work = Path(folder) / f"seed-{seed}"
             _warm_up(arguments, seed, work)
-            for engine in ENGINES:
-                for (mode, update), row in _measure(arguments, seed, work, engine):
-                    table.setdefault((engine, mode, update), []).append(row)
-                print(f"seed {seed}, engine in {engine}: measured", file=sys.stderr, flush=True)
+            for engine, rate in itertools.product(ENGINES, arguments.lr):
+                for (mode, update), row in _measure(arguments, seed, work, engine, rate):
+                    table.setdefault((engine, rate, update, mode), []).append(row)
+                print(f"seed {seed}, engine in {engine}, rate {rate:g}: measured", file=sys.stderr, flush=True)
     print(
         f"{arguments.experts} experts, 2 of them a token; {arguments.prompts} x {arguments.group_size} responses of "
-        f"{arguments.digits + 1} tokens; learning rate {arguments.lr:g}; {arguments.seeds} seeds; "
-        f"{time.monotonic() - began:.0f} s"
+        f"{arguments.digits + 1} tokens; {arguments.seeds} seeds; {time.monotonic() - began:.0f} s"
     )
     print_table(table)
     if arguments.plot:
@@ -84,13 +85,14 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4, help="(default 4)")
+    parser.add_argument("--seeds", type=int, default=3, help="(default 3)")
     parser.add_argument("--experts", type=int, default=8, help="of each layer (default 8)")
-    parser.add_argument("--prompts", type=int, default=32, help="of the batch (default 32)")
+    parser.add_argument("--prompts", type=int, default=16, help="of the batch (default 16)")
     parser.add_argument("--group-size", type=int, default=16, help="responses to each (default 16)")
     parser.add_argument("--digits", type=int, default=12, help="to sort; responses are one token longer (default 12)")
     parser.add_argument("--warm-up", type=int, default=150, help="supervised steps before (default 150)")
-    parser.add_argument("--lr", type=float, default=1e-4, help="of the updates (default 1e-4)")
+    rates, words = [1e-6, 1e-5, 1e-4], "learning rates of the updates (default 1e-6 1e-5 1e-4)"
+    parser.add_argument("--lr", type=float, nargs="+", default=rates, help=words)
     parser.add_argument("--plot", type=Path, help="SVG file to write")
     return parser.parse_args()
 
@@ -119,7 +121,6 @@ def _config(arguments: argparse.Namespace, seed: int, work: Path, model: Path) -
         "parallel.expert_model_parallel_size=1",
         f"rollout.max_prompt_tokens={arguments.digits + 4}",
         f"rollout.max_response_tokens={arguments.digits + 1}",
-        f"optimizer.lr={arguments.lr}",
         f"sft.max_steps={arguments.warm_up}",
     ]
     return load_config(ROOT / "configs" / "tiny_moe_gspo.yaml", words)
@@ -146,7 +147,7 @@ def _warm_up(arguments: argparse.Namespace, seed: int, work: Path) -> None:
 
 
 def _measure(
-    arguments: argparse.Namespace, seed: int, work: Path, engine: str
+    arguments: argparse.Namespace, seed: int, work: Path, engine: str, rate: float
 ) -> Iterator[tuple[tuple[str, int], Row]]:
     """Rows by (mode, updates made)."""
     from megatron_rl.algorithms.spec import LossSpec
@@ -155,10 +156,9 @@ def _measure(
 
     cfg = _config(arguments, seed, work, work / "model")
     policy = Policy.build(cfg)
+    policy.set_learning_rate(rate)
     sampled = _sample(arguments, seed, cfg, engine)
-    live = _log_probs(policy, cfg, sampled.batch, None)
-    old_routes = live.old_routes
-    sets = {"off": None, "R2": old_routes, "R3": sampled.routes}
+    sets = {"off": None, "R2": _log_probs(policy, cfg, sampled.batch, None).old_routes, "R3": sampled.routes}
     old = {mode: _log_probs(policy, cfg, sampled.batch, sets[mode]).log_probs for mode in MODES}
     training = sampled.batch.with_arrays(old_log_probs=old["R3"], routes=sampled.routes)
     parts = np.array_split(np.unique(sampled.groups), UPDATES)
@@ -166,38 +166,32 @@ def _measure(
         if update:
             part = training.select(np.flatnonzero(np.isin(sampled.groups, parts[update - 1])))
             policy.train_step(_weighted(part), plan_lengths(part.lengths, cfg), LossSpec.from_config(cfg.algorithm))
-        mismatch = _mismatch(policy, cfg, sampled.batch, {"old": old_routes, "engine": sampled.routes})
-        for mode in MODES:
-            now = _log_probs(policy, cfg, sampled.batch, sets[mode]).log_probs
-            yield (mode, update), _row(sampled.batch, now, old[mode], mismatch)
+        for mode in MODES if update in MEASURED else ():
+            now = _log_probs(policy, cfg, sampled.batch, sets[mode])
+            yield (mode, update), _row(sampled.batch, now, old[mode])
 
 
-def _log_probs(policy: Policy, cfg: Config, batch: SequenceBatch, routes: Routes | None) -> Any:
+def _log_probs(policy: Policy, cfg: Config, batch: SequenceBatch, routes: Routes | None) -> LogProbs:
     """As the trainer computes them, with the experts that `routes` names; None: with those that it chooses itself."""
     from megatron_rl.policy.step_batch import plan_lengths
 
     return policy.log_probs(batch.with_arrays(routes=routes), plan_lengths(batch.lengths, cfg))
 
 
-def _mismatch(policy: Policy, cfg: Config, batch: SequenceBatch, sets: dict[str, Any]) -> dict[str, float]:
-    """Share of (token, layer) of the batch for which the trainer would choose other experts."""
-    found = {name: _log_probs(policy, cfg, batch, routes).routing_mismatch for name, routes in sets.items()}
-    return {name: float(np.average(shares, weights=batch.lengths - 1)) for name, shares in found.items()}
-
-
-def _row(batch: SequenceBatch, now: np.ndarray, old: np.ndarray, mismatch: dict[str, float]) -> Row:
-    difference = np.where(batch.mask, now.astype(np.float64) - old, 0.0)
+def _row(batch: SequenceBatch, found: LogProbs, old: np.ndarray) -> Row:
+    now = found.log_probs.astype(np.float64)
+    difference = np.where(batch.mask, now - old, 0.0)
     sequences = np.add.reduceat(difference, batch.offsets[:-1]) / batch.trainable_counts
     ratios = np.exp(sequences)
     assert batch.behaviour_log_probs is not None
-    gap = np.abs(now.astype(np.float64) - batch.behaviour_log_probs)[batch.mask]
+    gap = np.abs(now - batch.behaviour_log_probs)[batch.mask]
+    shares = found.routing_mismatch
     return Row(
         token_std=float(difference[batch.mask].std()),
         sequence_std=float(sequences.std()),
         clipped=float(((ratios < 1 - 3e-4) | (ratios > 1 + 4e-4)).mean()),
         gap=float(gap.mean()),
-        mismatch_old=mismatch["old"],
-        mismatch_engine=mismatch["engine"],
+        mismatch=0.0 if shares is None else float(np.average(shares, weights=batch.lengths - 1)),
     )
 
 

@@ -242,13 +242,14 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
     assert hf.moe is not None
     layers, stages = len(hf.moe_layers), stage_layers(hf.num_layers, cfg.parallel)
     numbers = tokens * layers * hf.moe.top_k
+    sent = tokens * hf.num_layers * hf.moe.top_k * 4 * 4 / 3  # layers without experts, too
     width = 1 if hf.moe.num_experts <= 256 else 2
     most = max(sum(layer in hf.moe_layers for chunk in stage for layer in chunk) for stage in stages)
     p = cfg.parallel
     sharing = p.data_parallel_size * p.context_parallel_size
     read = numbers * width * most / layers / (sharing * (p.tensor_model_parallel_size if p.sequence_parallel else 1))
     return [
-        ("routes from the engines", _gib(numbers * 4 * 4 / 3), "int32 as base64 in their answers; at most"),
+        ("routes from the engines", _gib(sent), "int32 as base64 in their answers; at most"),
         (
             "routes on disk",
             _gib(numbers * width),

@@ -1,0 +1,105 @@
+"""A tiny mixture of experts through the whole circle: experts over ranks, the engine's routing replayed, GSPO."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors import safe_open
+
+from tests.contract.servers import NO_SGLANG, SGLANG
+
+from .runs import ROOT, FinishedRun, make_inputs, train
+
+pytestmark = pytest.mark.e2e
+CONFIG = ROOT / "configs" / "tiny_moe_gspo.yaml"
+SHORT = (
+    "steps=3",
+    "sft.max_steps=10",
+    "sft.stop_value=null",
+    "rollout.groups_per_step=8",
+    "rollout.group_size=4",
+    "rollout.dynamic_sampling=off",
+    "rollout.segment_tokens=3",  # routes of a response come in pieces
+    "rollout.request_timeout_s=300",
+    "rollout.step_timeout_s=600",
+    "eval.prompts=32",
+    "eval.every=0",
+    "checkpoint.every=0",
+    # So early only the format differs between the samples of a group.
+    "reward.components=[{name: sorting, correctness: true}, {name: sorting_format}]",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs") / "moe"
+    return make_inputs(folder, prompts=256, eval_prompts=64, sft_prompts=256, experts=8)
+
+
+def shapes(model: Path) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "numpy") as opened:
+            found |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def assert_engine_and_trainer_route_alike(run: FinishedRun, inputs: Path) -> None:
+    """Every row that was read is replayed, and is what the trainer would have chosen; so are the log-probs."""
+    assert run.code == 0, run.output
+    assert [row["step"] for row in run.steps] == [1, 2, 3]
+    for row in run.steps:
+        assert row["gap/max_abs"] < 1e-5
+        assert row["routing/live_rows"] == 0
+        assert row["routing/mismatch_engine"] < 1e-3  # two experts whose scores are equal to the last digits
+        assert 0 < row["routing/entropy"] < 2.08  # log 8
+        assert row["optimizer/skipped"] == 0
+    assert max(row["policy/clip_fraction_sequences"] for row in run.steps) > 0  # the second of two updates
+    for step in range(3):
+        table = pq.read_table(run.folder / "rollouts" / f"step-{step + 1:06d}.parquet")
+        assert set(table["weight_version_first"].to_pylist()) == {step}
+        assert set(table["weight_version_last"].to_pylist()) == {step}
+    newest = max((run.folder / "weights").glob("v*"))
+    assert newest.name == "v000003"
+    assert shapes(newest) == shapes(inputs / "model")
+
+
+def test_three_steps_over_two_expert_ranks_agree_with_the_engine(tmp_path: Path, inputs: Path) -> None:
+    run = train(tmp_path / "run", inputs, *SHORT, config=CONFIG)
+    assert_engine_and_trainer_route_alike(run, inputs)
+
+
+@pytest.mark.slow
+def test_experts_and_pipeline_stages_on_four_ranks_agree_with_the_engine(tmp_path: Path, inputs: Path) -> None:
+    """Each stage reads the routes of its own layer; layers differ in what they choose."""
+    words = (
+        "parallel.tensor_model_parallel_size=1",
+        "parallel.sequence_parallel=false",
+        "parallel.pipeline_model_parallel_size=2",
+        "parallel.data_parallel_size=2",
+    )
+    run = train(tmp_path / "run", inputs, *SHORT, *words, config=CONFIG)
+    assert_engine_and_trainer_route_alike(run, inputs)
+
+
+@pytest.mark.skipif(not SGLANG.exists(), reason=NO_SGLANG)
+@pytest.mark.parametrize("transport", ["disk", pytest.param("broadcast", marks=pytest.mark.slow)])
+def test_three_steps_agree_with_a_real_sglang(tmp_path: Path, inputs: Path, transport: str) -> None:
+    """Its experts, by its own words, are those that the trainer uses."""
+    words = ("engine.kind=sglang", f"engine.python={SGLANG}", f"engine.weight_transport={transport}")
+    run = train(tmp_path / "run", inputs, *SHORT, *words, config=CONFIG, timeout=900)
+    assert_engine_and_trainer_route_alike(run, inputs)
+
+
+@pytest.mark.slow
+def test_sixty_steps_of_gspo_with_replay_learn_to_sort(tmp_path: Path) -> None:
+    """Held-out pass@1 leaves the interval that it had after the warm-up."""
+    inputs = make_inputs(tmp_path / "inputs", experts=8)
+    run = train(tmp_path / "run", inputs, config=CONFIG, timeout=1500)
+    assert run.code == 0, run.output
+    assert run.result["pass_at_1_after_interval"][0] > run.result["pass_at_1_before_interval"][1]
+    assert re.search(r"pass@1 +0\.\d+ +[01]\.\d+", run.output)
+    assert max(row["routing/live_rows"] for row in run.steps) == 0
