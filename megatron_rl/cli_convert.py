@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cli_convert_run import execute, progress
+from megatron_rl.cli_convert_run import describe, execute, progress
 from megatron_rl.config import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,14 @@ HfDir = Annotated[
 ]
 Memory = Annotated[str, typer.Option("--max-memory", help="Memory for tensors, such as 512MiB or 8GiB.")]
 AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Go on past NaN and infinity; the tensors are listed.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be written; write nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print what would be written and how long it takes; write nothing.")
+]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="With --dry-run: share the work among so many ranks.")]
+Speed = Annotated[
+    float | None,
+    typer.Option("--gb-per-s", min=1e-3, help="With --dry-run: of each rank; default: measured with a small part."),
+]
 ShardSize = Annotated[str, typer.Option("--shard-size", help="Largest safetensors file.")]
 OutDtype = Annotated[
     str | None,
@@ -68,6 +75,8 @@ def hf_to_megatron(
     max_memory: Memory = "8GiB",
     allow_nan: AllowNan = False,
     dry_run: DryRun = False,
+    ranks: Ranks = 1,
+    gb_per_s: Speed = None,
 ) -> None:
     """Write a Hugging Face model as a Megatron checkpoint (torch_dist), which any layout can load.
 
@@ -78,7 +87,12 @@ def hf_to_megatron(
     from megatron_rl.weights.convert.opened import open_checkpoint
 
     layout = TargetLayout(tp, pp, vocab_multiple, vpp, first, last, ep, etp)
-    _do(actions.hf_to_megatron(open_checkpoint(source), out, layout, _dtype(dtype)), max_memory, allow_nan, dry_run)
+    _do(
+        actions.hf_to_megatron(open_checkpoint(source), out, layout, _dtype(dtype)),
+        max_memory,
+        allow_nan,
+        (ranks, gb_per_s) if dry_run else None,
+    )
 
 
 @app.command("megatron-to-hf")
@@ -91,6 +105,8 @@ def megatron_to_hf(
     max_memory: Memory = "8GiB",
     allow_nan: AllowNan = False,
     dry_run: DryRun = False,
+    ranks: Ranks = 1,
+    gb_per_s: Speed = None,
 ) -> None:
     """Write the weights of a Megatron checkpoint, of a run or converted, as a Hugging Face directory.
 
@@ -100,7 +116,7 @@ def megatron_to_hf(
     from megatron_rl.weights.convert.opened import open_checkpoint
 
     plan = actions.megatron_to_hf(open_checkpoint(source, hf), out, _dtype(dtype), _bytes(shard_size, "--shard-size"))
-    _do(plan, max_memory, allow_nan, dry_run)
+    _do(plan, max_memory, allow_nan, (ranks, gb_per_s) if dry_run else None)
 
 
 @app.command()
@@ -115,6 +131,8 @@ def cast(
     max_memory: Memory = "8GiB",
     allow_nan: AllowNan = False,
     dry_run: DryRun = False,
+    ranks: Ranks = 1,
+    gb_per_s: Speed = None,
 ) -> None:
     """Write the same checkpoint in another number format; an optimizer's state keeps its own.
 
@@ -128,7 +146,7 @@ def cast(
     wanted = _dtype(dtype, fp8_too=True)
     assert wanted is not None
     plan = actions.cast(open_checkpoint(source), out, wanted, _bytes(shard_size, "--shard-size"))
-    _do(plan, max_memory, allow_nan, dry_run)
+    _do(plan, max_memory, allow_nan, (ranks, gb_per_s) if dry_run else None)
 
 
 @app.command()
@@ -145,6 +163,8 @@ def average(
     max_memory: Memory = "8GiB",
     allow_nan: AllowNan = False,
     dry_run: DryRun = False,
+    ranks: Ranks = 1,
+    gb_per_s: Speed = None,
 ) -> None:
     """Write the weighted mean of several checkpoints as a Hugging Face directory.
 
@@ -155,7 +175,12 @@ def average(
 
     opened = [open_checkpoint(source, hf) for source in sources]
     shares = weights or [1.0] * len(opened)
-    _do(actions.average(opened, shares, out, _bytes(shard_size, "--shard-size")), max_memory, allow_nan, dry_run)
+    _do(
+        actions.average(opened, shares, out, _bytes(shard_size, "--shard-size")),
+        max_memory,
+        allow_nan,
+        (ranks, gb_per_s) if dry_run else None,
+    )
 
 
 @app.command()
@@ -172,6 +197,8 @@ def reshard(
     max_memory: Memory = "8GiB",
     allow_nan: AllowNan = False,
     dry_run: DryRun = False,
+    ranks: Ranks = 1,
+    gb_per_s: Speed = None,
 ) -> None:
     """Rewrite a Megatron checkpoint, optimizer state included, so that ranks of another layout read whole chunks.
 
@@ -182,7 +209,12 @@ def reshard(
     from megatron_rl.weights.convert.opened import open_checkpoint
 
     layout = TargetLayout(tp, pp, 1, vpp, first, last, ep, etp)
-    _do(actions.reshard(open_checkpoint(source), out, layout), max_memory, allow_nan, dry_run)
+    _do(
+        actions.reshard(open_checkpoint(source), out, layout),
+        max_memory,
+        allow_nan,
+        (ranks, gb_per_s) if dry_run else None,
+    )
 
 
 @app.command()
@@ -270,7 +302,7 @@ def verify(
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool) -> None:
+def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, float | None] | None) -> None:
     from megatron_rl.weights.convert.job import Options, check_out, check_space
 
     options = Options(_bytes(max_memory, "--max-memory"), allow_nan)
@@ -278,8 +310,8 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool) -> No
     if plan.left_out:
         _out.print(f"left out, since Megatron's model here has no such part: {', '.join(plan.left_out)}")
     if dry_run:
-        for file in plan.target.files:
-            _out.print(f"{file.name}  {len(file.tensors)} tensors  {file.size:,} bytes")
+        for line in describe(plan, *dry_run):
+            _out.print(line)
         check_space(plan.out, plan.size)
         _out.print(f"dry run: {plan.size:,} bytes of tensors would be read and written to {plan.out}; nothing was")
         return

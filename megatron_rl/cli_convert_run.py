@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megatron_rl.weights.convert.team import Team
 
 _bar = Console(stderr=True)
+SHOWN = 40
+"""Lines of one kind in a dry run."""
 MEET_S = 300.0
 """Within which all ranks must have started."""
 
@@ -27,6 +29,48 @@ def execute(plan: Conversion, options: Options) -> Outcome | None:
     with _team(plan.out) as team, progress(plan.out.name, plan.size, shown=team.rank == 0) as bar:
         outcome = plan.run(options, bar, team)
         return outcome if team.rank == 0 else None
+
+
+def describe(plan: Conversion, ranks: int, gb_per_s: float | None) -> Iterator[str]:
+    """Lines that say what a conversion would do.
+
+    Args:
+        gb_per_s: how fast a rank converts, in GB of written tensors; None: find out with the first blocks of the plan.
+    """
+    from megatron_rl.weights.convert.forecast import TRIAL_BYTES, rank_shares, seconds_per_byte
+
+    for file in plan.target.files[:SHOWN]:
+        yield f"{file.name}  {len(file.tensors)} tensors  {file.size:,} bytes"
+    if (more := len(plan.target.files) - SHOWN) > 0:
+        yield f"... and {more} more files"
+    shares = rank_shares(plan.target, ranks)
+    for rank, share in enumerate(shares[:SHOWN]):
+        yield (
+            f"rank {rank}: writes {share.files} files, {share.written:,} bytes; reads {share.read:,} bytes "
+            f"in {share.reads:,} requests"
+        )
+    if (more := ranks - SHOWN) > 0:
+        yield f"... and {more} more ranks"
+    most = max(shares, key=lambda share: share.written)
+    yield (
+        f"largest share: {most.written:,} bytes to write, {most.read:,} to read. Between ranks no tensors are sent; "
+        f"each asks rank 0 {0 if ranks == 1 else 4} times"
+    )
+    speed = 1e-9 / gb_per_s if gb_per_s else seconds_per_byte(plan.target, _existing(plan.out))
+    how = "as given" if gb_per_s else f"as {min(plan.size, TRIAL_BYTES) / 2**20:.0f} MiB took just now, alone"
+    yield f"time: {_duration(most.written * speed)} at {1e-9 / speed:.2f} GB/s a rank, {how}"
+
+
+def _existing(out: Path) -> Path:
+    folder = out.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds / 60 + 0.5)
+    return f"{seconds:.1f} s" if seconds < 100 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.config import read_hf_config
 from megatron_rl.weights import WeightsError, safetensors_file
-from megatron_rl.weights.convert import actions, job, journal, torch_dist
+from megatron_rl.weights.convert import actions, job, journal, one_file, torch_dist
 from megatron_rl.weights.convert.actions import Conversion
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
@@ -71,8 +71,8 @@ def die_when(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: i
 # In the middle of the second file; before the second file has its name; when it has, but the journal (written once at
 # the beginning) does not know it; before the whole directory has its name.
 MOMENTS = {
-    "writing": (job, "_is_finite", 17),
-    "finished": (job.os, "fsync", 4),
+    "writing": (one_file, "_is_finite", 17),
+    "finished": (one_file.os, "fsync", 4),
     "unrecorded": (journal.Journal, "_save", 3),
     "complete": (job, "_complete", 1),
 }

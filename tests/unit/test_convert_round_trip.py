@@ -172,6 +172,8 @@ def test_the_whole_parameter_is_what_the_ranks_hold_together(model: dict[str, An
                 plane = stored[name][index]
                 whole = plane.rows(0, plane.shape[0])
                 layout = row.rule.layout
+                if row.expert is not None and hf.moe and hf.moe.ffn_hidden_size % tp:
+                    continue
                 sources = [reader[n] for n in row.hf]
                 rows = whole.shape[0] // tp if layout.is_split else whole.shape[0]
                 shards = [layout.local(sources, Shard(rank, tp, rows), hf) for rank in range(tp)]

@@ -16,8 +16,9 @@ from megatron_rl.config import HfConfig
 from megatron_rl.weights import WeightsError, fp8
 from megatron_rl.weights.convert.cuts import TargetLayout, cut, rewritten
 from megatron_rl.weights.convert.hf_target import SHARD_BYTES, HfTarget, largest_part
-from megatron_rl.weights.convert.job import Options, Outcome, Progress, Target, run
+from megatron_rl.weights.convert.job import Options, Outcome, Target, run
 from megatron_rl.weights.convert.megatron_lm import extra_states, megatron_lm_arguments
+from megatron_rl.weights.convert.one_file import Progress
 from megatron_rl.weights.convert.opened import Opened
 from megatron_rl.weights.convert.team import ALONE, Team
 from megatron_rl.weights.convert.tensors import Changed, Quantised, Rows, cast_rows

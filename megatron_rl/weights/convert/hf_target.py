@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.buckets import TensorSpec, plan_buckets
 from megatron_rl.weights.companions import copy_companions
-from megatron_rl.weights.convert.job import PlannedFile
+from megatron_rl.weights.convert.one_file import PlannedFile
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.reader import INDEX, SINGLE
 from megatron_rl.weights.safetensors_file import header_of

@@ -22,43 +22,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import torch
 import xxhash
-from torch import Tensor
 
 from megatron_rl.files import sync
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.journal import Journal, forget, is_intact, take_over
+from megatron_rl.weights.convert.one_file import FileWriter, PlannedFile, Progress, write_file
 from megatron_rl.weights.convert.team import ALONE, Team, shares
-from megatron_rl.weights.convert.tensors import BLOCK_BYTES, Rows, blocks, size_of
+from megatron_rl.weights.convert.tensors import BLOCK_BYTES
 
 LEAST_MEMORY = 8 * BLOCK_BYTES
 """A block is several times in memory: its parts, joined, cast, cut into columns. More would not be faster."""
 _RESERVE = 64 * 2**20
 """Bytes of disk beyond the tensors: headers, an index, the tokenizer."""
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A file that is to be written: its name (with at most one folder), and its tensors in their order."""
-
-    name: str
-    tensors: tuple[Rows, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the tensors."""
-        return sum(size_of(tensor) for tensor in self.tensors)
-
-
-class FileWriter(Protocol):
-    """Puts blocks of tensors into one file, in the order of the plan."""
-
-    def put(self, tensor: Rows, begin: int, data: Tensor) -> None:
-        """Rows `begin` and following of `tensor`."""
-
-    def record(self) -> Any:
-        """What `Target.finish` must know about the file; anything that JSON can hold."""
 
 
 class Target(Protocol):
@@ -73,13 +49,6 @@ class Target(Protocol):
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
         """Write what stands beside the planned files: an index, metadata, a tokenizer."""
-
-
-class Progress(Protocol):
-    """Is told about bytes; see `cli_convert`."""
-
-    def advance(self, size: int) -> None:
-        """So many bytes of tensors are written, or were there already."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +137,8 @@ def _write_share(
         if file.name in known and is_intact(staging / file.name, known[file.name], progress.advance):
             progress.advance(file.size)
         else:
-            journal.add(file.name, _write(target, file, staging, options, progress))
+            facts = write_file(target.writer, file, staging / file.name, options.allow_nan, progress)
+            journal.add(file.name, facts)
     return {file.name: journal.files[file.name] for file in own}
 
 
@@ -257,86 +227,6 @@ def _fingerprint(target: Target, identity: Mapping[str, Any]) -> str:
     plan = [[file.name, [[t.name, list(t.shape), str(t.dtype)] for t in file.tensors]] for file in target.files]
     text = json.dumps({"identity": identity, "plan": plan}, sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-class _Hashing:
-    """A stream that remembers the hash of what was written to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.state = file, xxhash.xxh3_128()
-
-    def write(self, data: Any) -> int:
-        self.state.update(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _write(target: Target, file: PlannedFile, staging: Path, options: Options, progress: Progress) -> dict[str, Any]:
-    partial = staging / f"{file.name}.partial"
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    not_finite: list[str] = []
-    with open(partial, "wb", buffering=0) as raw:
-        stream = _Hashing(_Whole(raw))  # type: ignore[arg-type]
-        writer = target.writer(file, stream)  # type: ignore[arg-type]
-        for tensor, begin, data in _all_blocks(file.tensors):
-            if not _is_finite(data) and tensor.name not in not_finite:
-                if not options.allow_nan:
-                    raise WeightsError(
-                        f"{tensor.name}: NaN or infinity in rows {begin} to {begin + len(data)}; the source is not "
-                        "usable as it is: use an earlier checkpoint, or --allow-nan to convert it all the same"
-                    )
-                not_finite.append(tensor.name)
-            writer.put(tensor, begin, data)
-            progress.advance(data.numel() * data.dtype.itemsize)
-        record = writer.record()
-        os.fsync(raw.fileno())
-        size = raw.tell()
-    os.replace(partial, staging / file.name)
-    return {"size": size, "xxh3_128": stream.state.hexdigest(), "record": record, "not_finite": not_finite}
-
-
-class _Whole:
-    """An unbuffered file whose `write` takes everything it is given."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        size = len(view)
-        while view:
-            view = view[self._raw.write(view) :]
-        return size
-
-    def tell(self) -> int:
-        return self._raw.tell()
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-def _all_blocks(tensors: Sequence[Rows]) -> Iterator[tuple[Rows, int, Tensor]]:
-    """All blocks of all tensors, in order.
-
-    No thread reads ahead: the kernel is asked to (`read_elements`), and a second thread would keep freed memory of its
-    own, several times what the blocks take.
-    """
-    for tensor in tensors:
-        for begin, end in blocks(tensor):
-            yield tensor, begin, tensor.rows(begin, end)
-
-
-def _is_finite(data: Tensor) -> bool:
-    if not data.dtype.is_floating_point or data.numel() == 0 or data.dtype.itemsize == 1:
-        return True
-    # One pass without a temporary: NaN comes through as both, infinity as one of them.
-    low, high = torch.aminmax(data)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _complete(staging: Path, out: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -55,15 +58,27 @@ class Joined:
     parts: tuple[Part, ...]
 
     def rows(self, begin: int, end: int) -> Tensor:
-        found, position = [], 0
-        for part in self.parts:
-            first, last = max(begin - position, 0), min(end - position, part.end - part.begin)
-            if first < last:
-                found.append(part.tensor.rows(part.begin + first, part.begin + last))
-            position += part.end - part.begin
-        if missing := end - max(begin, min(position, end)):
+        found = [part.tensor.rows(part.begin, part.end) for part in self.needs(begin, end)]
+        if missing := end - max(begin, min(self._bounds[-1], end)):
             found.append(torch.zeros(missing, *self.shape[1:], dtype=self.dtype))
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Row at which each part begins, and the row behind the last one."""
+        return list(accumulate((part.end - part.begin for part in self.parts), initial=0))
+
+    def needs(self, begin: int, end: int) -> Iterator[Part]:
+        """What these rows are made of."""
+        for number in range(bisect_right(self._bounds, begin) - 1, len(self.parts)):
+            part, position = self.parts[number], self._bounds[number]
+            if position >= end:
+                return
+            yield Part(
+                part.tensor,
+                part.begin + max(begin - position, 0),
+                part.begin + min(end - position, part.end - part.begin),
+            )
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,10 @@ class Changed:
 
     def rows(self, begin: int, end: int) -> Tensor:
         return self.function([tensor.rows(begin, end) for tensor in self.of])
+
+    def needs(self, begin: int, end: int) -> Iterator[Part]:
+        """As of `Joined`."""
+        return (Part(tensor, begin, end) for tensor in self.of)
 
 
 def cast_rows(tensor: Rows, dtype: torch.dtype | None) -> Rows:
@@ -116,6 +135,11 @@ class Quantised:
             return torch.cat(parts)
         first = begin - begin % fp8.BLOCK
         return self._quantised(first, end)[0][begin - first : end - first]
+
+    def needs(self, begin: int, end: int) -> Iterator[Part]:
+        """As of `Joined`."""
+        first, last = (begin * fp8.BLOCK, end * fp8.BLOCK) if self.is_scales else (begin - begin % fp8.BLOCK, end)
+        yield Part(self.of, first, min(-(-last // fp8.BLOCK) * fp8.BLOCK, self.of.shape[0]))
 
     def _quantised(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         return fp8.quantise(self.of.rows(begin, min(-(-end // fp8.BLOCK) * fp8.BLOCK, self.of.shape[0])))

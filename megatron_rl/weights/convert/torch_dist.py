@@ -177,6 +177,13 @@ class Plane:
             )
         return part
 
+    def num_reads(self, begin: int, end: int) -> int:
+        """Chunks that hold some of these rows."""
+        axis = len(self.index)
+        return sum(
+            chunk.offsets[axis] < end and begin < chunk.offsets[axis] + chunk.sizes[axis] for chunk in self.chunks
+        )
+
     def _copy(self, chunk: Chunk, array: ArrayOnDisk, part: Tensor, begin: int, end: int) -> int:
         lead = len(self.index)
         top, height = chunk.offsets[lead], chunk.sizes[lead]

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.companions import copy_companions
-from megatron_rl.weights.convert.job import PlannedFile
-from megatron_rl.weights.convert.tensors import Rows, size_of
+from megatron_rl.weights.convert.one_file import PlannedFile
+from megatron_rl.weights.convert.tensors import Part, Rows, size_of
 from megatron_rl.weights.convert.torch_dist import COMMON, FORMAT, HF, METADATA, TRACKER
 
 FILE_BYTES = 5 * 10**9
@@ -75,6 +75,10 @@ class Slab:
 
     def rows(self, begin: int, end: int) -> Tensor:
         return self.of.rows(self.begin + begin, self.begin + end)
+
+    def needs(self, begin: int, end: int) -> Iterator[Part]:
+        """Of the whole."""
+        yield Part(self.of, self.begin + begin, self.begin + end)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""Writes one file of a conversion, block by block: its numbers are checked, hashed and on the disk when it appears."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.tensors import Rows, blocks, size_of
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file that is to be written: its name (with at most one folder), and its tensors in their order."""
+
+    name: str
+    tensors: tuple[Rows, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(size_of(tensor) for tensor in self.tensors)
+
+
+class FileWriter(Protocol):
+    """Puts blocks of tensors into one file, in the order of the plan."""
+
+    def put(self, tensor: Rows, begin: int, data: Tensor) -> None:
+        """Rows `begin` and following of `tensor`."""
+
+    def record(self) -> Any:
+        """What `Target.finish` must know about the file; anything that JSON can hold."""
+
+
+class Progress(Protocol):
+    """Is told about bytes; see `cli_convert`."""
+
+    def advance(self, size: int) -> None:
+        """So many bytes of tensors are written, or were there already."""
+
+
+def write_file(
+    begin: Callable[[PlannedFile, IO[bytes]], FileWriter],
+    file: PlannedFile,
+    path: Path,
+    allow_nan: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write `file` to `path`, which appears complete; returns its size, hash, record and tensors that are not finite.
+
+    Raises:
+        WeightsError: a source is damaged, or, unless `allow_nan`, a number is not finite.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    not_finite: list[str] = []
+    with open(partial, "wb", buffering=0) as raw:
+        stream = _Hashing(_Whole(raw))  # type: ignore[arg-type]
+        writer = begin(file, stream)  # type: ignore[arg-type]
+        for tensor, first, data in _all_blocks(file.tensors):
+            if not _is_finite(data) and tensor.name not in not_finite:
+                if not allow_nan:
+                    raise WeightsError(
+                        f"{tensor.name}: NaN or infinity in rows {first} to {first + len(data)}; the source is not "
+                        "usable as it is: use an earlier checkpoint, or --allow-nan to convert it all the same"
+                    )
+                not_finite.append(tensor.name)
+            writer.put(tensor, first, data)
+            progress.advance(data.numel() * data.dtype.itemsize)
+        record = writer.record()
+        os.fsync(raw.fileno())
+        size = raw.tell()
+    os.replace(partial, path)
+    return {"size": size, "xxh3_128": stream.state.hexdigest(), "record": record, "not_finite": not_finite}
+
+
+class _Hashing:
+    """A stream that remembers the hash of what was written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.state = file, xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        self.state.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+class _Whole:
+    """An unbuffered file whose `write` takes everything it is given."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        size = len(view)
+        while view:
+            view = view[self._raw.write(view) :]
+        return size
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _all_blocks(tensors: Sequence[Rows]) -> Iterator[tuple[Rows, int, Tensor]]:
+    """All blocks of all tensors, in order.
+
+    No thread reads ahead: the kernel is asked to (`read_elements`), and a second thread would keep freed memory of its
+    own, several times what the blocks take.
+    """
+    for tensor in tensors:
+        for begin, end in blocks(tensor):
+            yield tensor, begin, tensor.rows(begin, end)
+
+
+def _is_finite(data: Tensor) -> bool:
+    if not data.dtype.is_floating_point or data.numel() == 0 or data.dtype.itemsize == 1:
+        return True
+    # One pass without a temporary: NaN comes through as both, infinity as one of them.
+    low, high = torch.aminmax(data)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
