@@ -131,7 +131,8 @@ def _take_devices(cfg: Config, zero: RankZero, engines: EngineControl) -> tuple[
 def _engine_urls(cfg: Config) -> list[str]:
     if cfg.engine.urls:
         return list(cfg.engine.urls)
-    return engine_urls(cfg.run_dir, cfg.engine.replicas, cfg.engine.ready_timeout_s)
+    enough = cfg.one_engine_is_enough
+    return engine_urls(cfg.run_dir, cfg.engine.replicas, cfg.engine.ready_timeout_s, one_is_enough=enough)
 
 
 def _recorder(cfg: Config, resume_from: Path | None) -> Recorder:

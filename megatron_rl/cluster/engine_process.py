@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .fellows import Fellows
 from .liveness import Silence, listen
 from .processes import decode_exit, die_with_parent
 from .tree import kill_tree
@@ -79,6 +80,7 @@ class Engine:
         env: its environment; None = ours.
         log: where its output is appended; None = where ours goes.
         may_start: whether it may be started again now, or has to wait.
+        fellows: the other engines, with which the run can go on; None = it needs this one.
     """
 
     name: str
@@ -89,14 +91,19 @@ class Engine:
     env: Mapping[str, str] | None = None
     log: Path | None = None
     may_start: Callable[[], bool] = lambda: True
+    fellows: Fellows | None = None
     process: subprocess.Popen[bytes] | None = None
     served: bool = False
     _silence: Silence | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _listening: bool = False
+    _waits: str = ""
 
     def start(self) -> None:
         """Start its process, which ends with ours."""
+        if self.fellows is not None:
+            self.fellows.tell_started()
+        self._waits = ""
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(open(self.log, "ab")) if self.log else None
             self.process = subprocess.Popen(
@@ -110,7 +117,11 @@ class Engine:
             self._silence, self._listening = Silence(self.patience.start_s), False
 
     def may_go_on(self) -> bool:
-        """True while it runs and answers, or when it has ended, or was ended, and was started again."""
+        """True while it runs and answers, or when it has ended, or was ended, and was started again.
+
+        One that failed before it served anything waits for another engine of the run to serve: where none does, the
+        reason is most likely the same for all.
+        """
         assert self.process is not None
         self.served = self.served or self.endpoint.exists()
         self._listen()
@@ -120,14 +131,19 @@ class Engine:
         elif code is None:
             return True
         else:
-            end = decode_exit(code)
+            end = self._waits or decode_exit(code)
         self._over.set()
-        if not self.may_start():
+        if not self.may_start() or self._waits_for_fellows(end):
             return True
         if not self._may_restart(end):
             return False
         self.start()
         return True
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether the run may go on without it."""
+        return self.fellows is not None and self.fellows.may_serve()
 
     def stop(self) -> None:
         """Ask it to end."""
@@ -172,17 +188,29 @@ class Engine:
         self.process.wait()
         return words
 
+    def _waits_for_fellows(self, end: str) -> bool:
+        if self.fellows is None:
+            return False
+        self.fellows.tell_failed()
+        if self.served or self.fellows.serve() or not self.fellows.may_serve():
+            return False
+        if not self._waits:
+            log.warning("%s %s before it served; it is started again when another engine serves", self.name, end)
+        self._waits = end
+        return True
+
     def _may_restart(self, end: str) -> bool:
         what = f"{self.name} {end}"
-        if not self.served:
+        if not self.served and (self.fellows is None or not self.fellows.serve()):
             log.error("%s before it served anything; it is not started again", what)
             return False
         if not self.limit.allows():
             log.error(
-                "%s; it has been restarted %d times within %.0f s (cluster.max_engine_restarts), that is enough",
+                "%s; it has been restarted %d times within %.0f s (cluster.max_engine_restarts), that is enough%s",
                 what,
                 self.limit.count,
                 self.limit.window_s,
+                "; the run goes on with the others" if self.replaceable else "",
             )
             return False
         log.warning("%s; starting it again", what)

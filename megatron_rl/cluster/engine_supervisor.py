@@ -3,13 +3,16 @@
 Waits for: an engine's end, without a deadline, since it serves as long as the run lasts, unless it falls silent (see
 `liveness.py`), which ends it; TERM or INT ends all.
 
-Nobody need be told of a restart: the port stays the same, since it is reserved here.
+Nobody need be told of a restart: the port stays the same, since it is reserved here, and RUN/endpoints/address-<i>.json
+says from the beginning where that is. A run of several engines goes on as long as one of them serves (`fellows.py`),
+but for those that share devices with the trainer or span nodes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
@@ -19,9 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import Config
+from megatron_rl.files import write_atomic
 
 from .bootstrap import child_environment, task_of_step
 from .engine_process import Engine, Patience, RestartLimit
+from .fellows import Fellows
 from .ports import free_port
 from .run_dir import RunDir
 from .staged import Report
@@ -71,6 +76,9 @@ def _supervise_replicas(
         engines = []
         for place, replica in enumerate(replicas):
             port = stack.enter_context(reserved_port(host, cfg.engine.kind == "sglang")).getsockname()[1]
+            if node_rank == 0:
+                name = node if host in ("0.0.0.0", "::") else host
+                write_atomic(run.engine_address(replica), json.dumps({"url": _url(name, port)}))
             argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--unsupervised"]
             argv += ["--replica", str(replica), "--place", str(place), "--node-rank", str(node_rank), *staged]
             engine = Engine(
@@ -82,17 +90,21 @@ def _supervise_replicas(
                 env,
                 None if logs is None else logs / f"engine-{node}-{replica}.log",
                 functools.partial(engines_may_start, run.endpoints),
+                Fellows(run, replica, cfg.engine.replicas) if cfg.one_engine_is_enough else None,
             )
             engines.append(engine)
         return supervise(engines, cluster.stop_timeout_s, copies.close)
 
 
 def _patience(cfg: Config, host: str, port: int) -> Patience:
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+    url = _url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
     engine = cfg.engine
     start_s = engine.ready_timeout_s + engine.silent_timeout_s
     return Patience(url, engine.read_api_key(cfg.run_dir), start_s, engine.silent_timeout_s)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:
@@ -114,6 +126,8 @@ def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:
 def supervise(engines: Sequence[Engine], patience_s: float, tidy: Callable[[], None] = lambda: None) -> int:
     """Start all again and again until TERM or INT (0), or until one may not be started again (1), which ends all.
 
+    One that the run can do without is left alone instead, until no engine of the run serves any more (1).
+
     Args:
         patience_s: from TERM to KILL, for an engine that hangs.
         tidy: called when engines were told to end, before they are waited for: we may be killed meanwhile.
@@ -129,7 +143,8 @@ def supervise(engines: Sequence[Engine], patience_s: float, tidy: Callable[[], N
         signal.signal(number, end)
     for engine in engines:
         engine.start()
-    while not stopping and all(engine.may_go_on() for engine in engines):
+    going = list(engines)
+    while not stopping and _go_on(engines, going):
         time.sleep(POLL_S)
     for engine in engines:  # also one that was being started when the signal came
         engine.stop()
@@ -138,3 +153,13 @@ def supervise(engines: Sequence[Engine], patience_s: float, tidy: Callable[[], N
     for engine in engines:
         engine.end(deadline)
     return 0 if stopping else 1
+
+
+def _go_on(engines: Sequence[Engine], going: list[Engine]) -> bool:
+    """Look after those that are `going`, and leave out who is at an end; whether there is still one to wait for."""
+    for engine in tuple(going):
+        if not engine.may_go_on():
+            if not engine.replaceable:
+                return False
+            going.remove(engine)
+    return bool(going) or any(engine.replaceable for engine in engines)

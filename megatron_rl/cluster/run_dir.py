@@ -73,6 +73,14 @@ class RunDir:
         """File in which a started engine publishes its address."""
         return self.endpoints / f"engine-{replica}.json"
 
+    def engine_address(self, replica: int) -> Path:
+        """File that says where an engine is going to serve, there from before its first start."""
+        return self.endpoints / f"address-{replica}.json"
+
+    def engine_failure(self, replica: int) -> Path:
+        """Is there while an engine does not serve because it failed; see `cluster.fellows`."""
+        return self.endpoints / f"failed-{replica}.json"
+
     def prepare(self, resume: bool) -> None:
         """Create the directories and the engines' key; refuse to run over an earlier run unless it is to be resumed.
 

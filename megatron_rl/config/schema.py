@@ -55,6 +55,11 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @property
+    def one_engine_is_enough(self) -> bool:
+        """Whether the run goes on with those of its engines that serve, when others fail for good."""
+        return self.cluster.placement != "colocated" and self.engine.nodes_per_replica == 1
+
     @model_validator(mode="before")
     @classmethod
     def _preset_reaches_rollout(cls, values: Any) -> Any:

@@ -51,6 +51,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -302,8 +303,9 @@ async def _urls_of_own_engines(cfg: Config, shutdown: asyncio.Event) -> list[str
             raise _ShutDown
         time.sleep(seconds)
 
-    engine = cfg.engine
-    return await asyncio.to_thread(engine_urls, cfg.run_dir, engine.replicas, engine.ready_timeout_s, pause)
+    engine, enough = cfg.engine, cfg.one_engine_is_enough
+    wait = partial(engine_urls, cfg.run_dir, engine.replicas, engine.ready_timeout_s, pause, one_is_enough=enough)
+    return await asyncio.to_thread(wait)
 
 
 async def _serve_http(cfg: Config, controller: Controller, host: str, shutdown: asyncio.Event) -> None:

@@ -6,6 +6,7 @@ The file is written after the port is bound, whole, and readable by its owner on
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from megatron_rl.files import write_atomic
 
+log = logging.getLogger(__name__)
 POLL_S = 0.1
 
 
@@ -44,23 +46,40 @@ def read(run_dir: str | Path) -> Endpoint | None:
 
 
 def engine_urls(
-    run_dir: str | Path, replicas: int, timeout_s: float, sleep: Callable[[float], None] = time.sleep
+    run_dir: str | Path,
+    replicas: int,
+    timeout_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    one_is_enough: bool = False,
 ) -> list[str]:
-    """Addresses of the engines that the run started, from RUN/endpoints/engine-<i>.json.
+    """Addresses of the engines that the run started: RUN/endpoints/engine-<i>.json, which they publish when they serve.
+
+    Args:
+        one_is_enough: when one serves, those that do not after `timeout_s`, or have failed, are not waited for: their
+            place is taken by the address where their supervisor will have them serve.
 
     Raises:
-        TimeoutError: not all have published after `timeout_s`; the message names the missing files.
+        TimeoutError: none, or not all, have published after `timeout_s`; the message names the missing files.
     """
-    files = [_engine_file(run_dir, i) for i in range(replicas)]
     deadline = time.monotonic() + timeout_s
-    while missing := [str(f) for f in files if not f.exists()]:
-        if time.monotonic() >= deadline:
+    files = [_file(run_dir, "engine", i) for i in range(replicas)]
+    while missing := [i for i, file in enumerate(files) if not file.exists()]:
+        late = time.monotonic() >= deadline
+        failed = all(_file(run_dir, "failed", i).exists() for i in missing)
+        if one_is_enough and len(missing) < replicas and (late or failed):
+            addresses = {i: _file(run_dir, "address", i) for i in missing}
+            if all(address.exists() for address in addresses.values()):
+                log.error("engines %s do not serve; going on with the others; look at RUN/logs/engine-*.log", missing)
+                files = [addresses.get(i, file) for i, file in enumerate(files)]
+                break
+        if late:
             raise TimeoutError(
-                f"waited {timeout_s:g} s (engine.ready_timeout_s) for engines to publish {', '.join(missing)}; "
-                "look at RUN/logs/engine-*.log"
+                f"waited {timeout_s:g} s (engine.ready_timeout_s) for engines to publish "
+                f"{', '.join(str(files[i]) for i in missing)}; look at RUN/logs/engine-*.log"
             )
         sleep(POLL_S)
-    return [str(json.loads(f.read_text())["url"]) for f in files]
+    return [str(json.loads(file.read_text())["url"]) for file in files]
 
 
 def engine_logs(run_dir: str | Path, urls: Sequence[str]) -> dict[str, Path]:
@@ -69,7 +88,8 @@ def engine_logs(run_dir: str | Path, urls: Sequence[str]) -> dict[str, Path]:
     Empty for servers that run elsewhere: they have published nothing here.
     """
     logs = Path(run_dir) / "logs"
-    return {url: logs / f"engine-{i}.log" for i, url in enumerate(urls) if _engine_file(run_dir, i).exists()}
+    ours = [i for i in range(len(urls)) if any(_file(run_dir, kind, i).exists() for kind in ("address", "engine"))]
+    return {urls[i]: logs / f"engine-{i}.log" for i in ours}
 
 
 def engine_pids(run_dir: str | Path, urls: Sequence[str]) -> dict[str, int]:
@@ -77,11 +97,12 @@ def engine_pids(run_dir: str | Path, urls: Sequence[str]) -> dict[str, int]:
     found = {}
     for i, url in enumerate(urls):
         try:
-            found[url] = int(json.loads(_engine_file(run_dir, i).read_text())["pid"])
+            found[url] = int(json.loads(_file(run_dir, "engine", i).read_text())["pid"])
         except FileNotFoundError:  # it is being started, or none of the run's
             continue
     return found
 
 
-def _engine_file(run_dir: str | Path, replica: int) -> Path:
-    return Path(run_dir) / "endpoints" / f"engine-{replica}.json"
+def _file(run_dir: str | Path, kind: str, replica: int) -> Path:
+    """`engine`: published when it serves; `address`: where it will; `failed`: there while it does not (`cluster`)."""
+    return Path(run_dir) / "endpoints" / f"{kind}-{replica}.json"

@@ -195,6 +195,20 @@ def test_an_engine_that_dies_too_often_ends_the_run_which_names_it(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_the_engine_that_serves_when_the_other_one_never_comes_up(
+    tmp_path: Path, inputs: Path
+) -> None:
+    folder, words = tmp_path / "run", ("engine.replicas=2", "cluster.max_engine_restarts=0")
+    with LiveRun(folder, inputs, "steps=2", *TINY, *words) as run:
+        run.send(signal.SIGKILL, "engine", 1)
+        assert run.end() == 0, run.output
+    assert "before it served; it is started again when another" in (folder / "logs" / "engine-1.log").read_text()
+    assert re.search(r"WARNING engine http://\S+ is out \(1 of 2 engines serve\)", run.output), run.output
+    serving = [row["system/engines_serving"] for row in rows(folder) if "system/engines_serving" in row]
+    assert serving == [1.0, 1.0]
+
+
+@pytest.mark.slow
 def test_an_engine_that_is_silent_is_replaced_and_the_run_is_the_one_that_it_was_to_be(
     tmp_path: Path, inputs: Path
 ) -> None:

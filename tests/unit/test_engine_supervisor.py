@@ -38,6 +38,30 @@ with open(folder / "pids", "a") as file: print(os.getpid(), file=file)
 (folder / "endpoint").touch()
 time.sleep(600)
 """
+SEVERAL = """
+import sys
+from megatron_rl.cluster.engine_process import Engine, RestartLimit
+from megatron_rl.cluster.engine_supervisor import supervise
+from megatron_rl.cluster.fellows import Fellows
+from megatron_rl.cluster.run_dir import RunDir
+from megatron_rl.monitor.logs import setup_logging
+setup_logging("supervisor", 0, None, "INFO")
+run, scripts = RunDir(sys.argv[1]), sys.argv[2:]
+run.endpoints.mkdir()
+engines = []
+for i, script in enumerate(scripts):
+    argv = [sys.executable, "-c", script, str(run.endpoints), str(run.engine_endpoint(i))]
+    limit, fellows = RestartLimit(2, 3600.0), Fellows(run, i, len(scripts))
+    engines.append(Engine(f"engine-{i}", argv, run.engine_endpoint(i), limit, fellows=fellows))
+sys.exit(supervise(engines, patience_s=0.5))
+"""
+SERVES_FOR_LONG = """
+import os, sys, time
+from pathlib import Path
+with open(Path(sys.argv[1]) / "pids", "a") as file: print(os.getpid(), file=file)
+Path(sys.argv[2]).touch()
+time.sleep(600)
+"""
 FAILS = "import sys; sys.exit('no such model')"
 WATCHED = """
 import sys
@@ -214,3 +238,31 @@ def test_a_reserved_port_is_for_the_engine_alone() -> None:
                     accepted.close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def several(folder: Path, *scripts: str) -> subprocess.Popen[str]:
+    """A supervisor of engines that know of each other; its output goes to a file."""
+    with open(folder / "said", "w") as said:
+        return subprocess.Popen([sys.executable, "-c", SEVERAL, str(folder), *scripts], stderr=said, text=True)
+
+
+def test_a_run_of_several_engines_goes_on_without_one_that_never_comes_up_until_none_serves(tmp_path: Path) -> None:
+    """It is tried again once another one serves, as often as the limit allows."""
+    supervisor = several(tmp_path, FAILS, SERVES_FOR_LONG)
+    deadline = time.monotonic() + 60
+    while "that is enough; the run goes on with the others" not in (tmp_path / "said").read_text():
+        assert time.monotonic() < deadline
+        assert supervisor.poll() is None
+        time.sleep(0.02)
+    assert (tmp_path / "said").read_text().count("no such model") == 3
+    assert (tmp_path / "endpoints" / "failed-0.json").exists()
+    for number in range(1, 4):
+        assert supervisor.poll() is None
+        os.kill(pids(tmp_path / "endpoints", number)[-1], signal.SIGKILL)
+    assert supervisor.wait(60) == 1
+
+
+def test_engines_that_all_fail_before_they_serve_end_the_run_at_once(tmp_path: Path) -> None:
+    supervisor = several(tmp_path, FAILS, FAILS)
+    assert supervisor.wait(60) == 1
+    assert (tmp_path / "said").read_text().count("no such model") == 2

@@ -87,6 +87,20 @@ def test_engines_that_do_not_appear_are_named(tmp_path):
         engine_urls(tmp_path, 2, 0.1)
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_where_one_engine_is_enough_a_late_or_failed_one_is_named_by_its_address(tmp_path, failed):
+    (tmp_path / "endpoints").mkdir()
+    for name in ("address-0", "engine-1", "address-1"):
+        (tmp_path / "endpoints" / f"{name}.json").write_text(f'{{"url": "http://{name}"}}')
+    if failed:
+        (tmp_path / "endpoints" / "failed-0.json").touch()
+    urls = engine_urls(tmp_path, 2, 600.0 if failed else 0.1, one_is_enough=True)
+    assert urls == ["http://address-0", "http://engine-1"]
+    (tmp_path / "endpoints" / "engine-1.json").unlink()
+    with pytest.raises(TimeoutError, match=r"engine-0\.json, .*engine-1\.json"):
+        engine_urls(tmp_path, 2, 0.1, one_is_enough=True)
+
+
 def test_only_engines_that_the_run_has_started_have_their_logs_here(tmp_path):
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "engine-1.json").write_text('{"url": "http://b"}')
