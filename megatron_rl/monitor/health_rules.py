@@ -222,6 +222,24 @@ RULES: tuple[Rule, ...] = (
         "trainer; add engines, lower rollout.max_staleness, or watch gap/ess",
     ),
     Rule(
+        "routing mismatch grows",
+        "WARNING",
+        "routing/mismatch_engine",
+        lambda t, _: t.now > 2 * t.start and t.now > t.start + 0.05,
+        lambda t, _: t.now < 1.5 * t.start or t.now < t.start + 0.03,
+        "the engine uses other experts than the trainer for {now:.0%} of (token, layer), {start:.0%} at the start: use "
+        "moe.routing_replay=R3, and compare them with megatron-rl preflight --parity",
+    ),
+    Rule(
+        "experts die",
+        "WARNING",
+        "routing/dead_experts",
+        lambda t, _: t.now > t.start + 0.1,
+        lambda t, _: t.now < t.start + 0.05,
+        "no token chooses {now:.0%} of the experts any more, {start:.0%} at the start: the routers collapse; lower "
+        "optimizer.lr, or go back to a checkpoint",
+    ),
+    Rule(
         "KL to the reference",
         "WARNING",
         "policy/kl_reference",

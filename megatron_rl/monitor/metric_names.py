@@ -34,6 +34,10 @@ _ONE = "one value a step"
 _UNMASKED = "trainable response tokens before any is masked for its age"
 _TURNS = "with rollout.environment"
 _OFF_POLICY = "asynchronous, one step off, or with partial rollouts"
+_MOE = "models with experts"
+_ENGINE_ROUTES = "with engine.routed_experts"
+_READ = "tokens that are read, x layers"
+_LAYERS = "layers with experts"
 
 METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("reward/mean", "total reward after weighting and shaping", "reward", _SEQUENCES),
@@ -116,6 +120,39 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("gap/ess", "effective sample size under these ratios", "share", _TOKENS),
     MetricInfo("gap/log_rho_sequence_mean", "mean log of such ratios in a sequence", "nats", _TRAINED),
     MetricInfo("gap/kl_k3", "KL from engine to trainer (k3 estimate)", "nats", _TOKENS),
+    MetricInfo(
+        "routing/mismatch_engine", "other experts in the engine than the trainer chose", "share", _READ, _ENGINE_ROUTES
+    ),
+    MetricInfo(
+        "routing/mismatch_engine_max", "the same in the sequence where it is largest", "share", _ONE, _ENGINE_ROUTES
+    ),
+    MetricInfo("routing/mismatch_old", "other experts in the pass for old log-probs than now", "share", _READ, _MOE),
+    MetricInfo(
+        "routing/rejected_sequences",
+        "sequences taken out of the loss for their mismatch",
+        "sequences",
+        _ONE,
+        "with moe.max_routing_mismatch",
+    ),
+    MetricInfo(
+        "routing/live_rows",
+        "tokens that were to be replayed and were not, since nothing is known of them",
+        "tokens",
+        _ONE,
+        "with moe.routing_replay",
+    ),
+    MetricInfo(
+        "routing/load_max_over_mean", "tokens of the fullest expert over those of the mean one", "ratio", _LAYERS, _MOE
+    ),
+    MetricInfo("routing/entropy", "entropy of what a router makes of a token", "nats", _READ, _MOE),
+    MetricInfo("routing/dead_experts", "experts that no token chose", "share", "experts of all layers", _MOE),
+    MetricInfo(
+        "routing/mismatch_engine_layer_<k>", "mismatch with the engine in layer k", "share", "tokens", _ENGINE_ROUTES
+    ),
+    MetricInfo("routing/mismatch_old_layer_<k>", "mismatch with the old pass in layer k", "share", "tokens", _MOE),
+    MetricInfo("routing/load_max_over_mean_layer_<k>", "fullest over mean expert of layer k", "ratio", _ONE, _MOE),
+    MetricInfo("routing/entropy_layer_<k>", "entropy of the router of layer k", "nats", "tokens", _MOE),
+    MetricInfo("routing/dead_experts_layer_<k>", "experts of layer k that no token chose", "share", "experts", _MOE),
     MetricInfo("eval/pass_at_1", "sampled held-out answers that are right", "share", "held-out prompts"),
     MetricInfo("eval/pass_at_1_low", "lower end of its 95 % interval", "share", "bootstrap over prompts"),
     MetricInfo("eval/pass_at_1_high", "upper end of its 95 % interval", "share", "bootstrap over prompts"),

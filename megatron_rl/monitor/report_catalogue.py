@@ -216,6 +216,33 @@ CHARTS: tuple[Chart, ...] = (
         right_format=".0%",
     ),
     Chart(
+        "Experts",
+        "Routing mismatch",
+        "Some per cent, and flat. Growth between engine and trainer means that they compute differently; between old "
+        "and current it is 0 with one update per batch.",
+        (
+            Line("routing/mismatch_engine", "engine and trainer", 0),
+            Line("routing/mismatch_engine_max", "in the worst sequence", 5, dash="dot"),
+            Line("routing/mismatch_old", "old and current", 1, unless_zero=True),
+        ),
+        "share of (token, layer)",
+        ".1%",
+        y_at_least=0.02,
+    ),
+    Chart(
+        "Experts",
+        "Load of experts",
+        "Flat, whatever its level: nothing balances it during RL. A rising maximum and dead experts are a router that "
+        "collapses.",
+        (
+            Line("routing/load_max_over_mean", "fullest over mean expert", 0),
+            Line("routing/dead_experts", "dead experts", 3, right=True, unless_zero=True),
+        ),
+        "ratio, mean over layers",
+        right="share of experts",
+        right_format=".0%",
+    ),
+    Chart(
         "Speed",
         "Throughput",
         "Steady. A slow decline usually follows growing responses.",

@@ -57,6 +57,8 @@ def test_a_collapse_is_told_once_per_rule_soon_after_it_begins() -> None:
         ("gap/ess", 0.99, 0.3, "few effective samples"),
         ("rollout/stale_dropped_fraction", 0.0, 0.5, "groups dropped for age"),
         ("rollout/staleness_mean", 0.6, 2.4, "tokens grow older"),
+        ("routing/mismatch_engine", 0.04, 0.2, "routing mismatch grows"),
+        ("routing/dead_experts", 0.0, 0.3, "experts die"),
     ],
 )
 def test_each_trend_warns_once(metric: str, start: float, later: float, rule: str) -> None:
