@@ -1,5 +1,7 @@
 """An engine whose every token says which sample, position and weights it is of: a lost or doubled one shows.
 
+Experts say of which sample, position and layer they are, where routes are asked for.
+
 As an `Exchange` in memory, with a script of failures, and as a server, also in a process of its own that can be killed:
 `python -m tests.unit.coded_engine PORT`. Holds no tests.
 """
@@ -7,21 +9,27 @@ As an `Exchange` in memory, with a script of failures, and as a server, also in 
 from __future__ import annotations
 
 import asyncio
+import base64
+import itertools
 import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 from aiohttp import web
 
 from megatron_rl.rollout.protocol import Generation, Prompt, RequestLost, SamplingSettings, TransportError
+from megatron_rl.rollout.routed import RouteFormat
 from megatron_rl.rollout.sample import Group, Sample, Span
+from megatron_rl.routes import RoutePart, RouteStore
 
 PROMPT = (1, 2, 3)
 VOCABULARY = 10**9
 LONGEST = 40
 SETTINGS = SamplingSettings(temperature=1.0, max_new_tokens=LONGEST)
+LAYERS, MOE_LAYERS, TOP_K, EXPERTS = 4, (1, 3), 2, 30_000
 
 
 def start(group_id: int, size: int) -> Group:
@@ -60,6 +68,32 @@ def require_exact(sample: Sample) -> None:
         )
 
 
+def format_in(folder: object) -> RouteFormat:
+    """Of this engine's routes, kept in `folder`."""
+    return RouteFormat(str(folder), LAYERS, MOE_LAYERS, TOP_K, EXPERTS)
+
+
+def routes_of(sample: int, begin: int, end: int) -> np.ndarray:
+    """Of the tokens [begin, end) of prompt and response, int32 [end - begin, LAYERS, TOP_K]; -1 in dense layers."""
+    found = np.full((end - begin, LAYERS, TOP_K), -1, np.int32)
+    for layer in MOE_LAYERS:
+        found[:, layer, 0] = sample % 300 * 64 + np.arange(begin, end)
+        found[:, layer, 1] = 25_000 + layer
+    return found
+
+
+def require_exact_routes(sample: Sample, store: RouteStore) -> None:
+    """Every token that is said to be routed has its own experts, in both layers, and the others have none."""
+    length = sample.prompt_length + sample.response_length
+    found = store.read(sample.routes, range(len(MOE_LAYERS)), 0, length)
+    known = routes_of(number_of(sample.id), 0, sample.routed)[:, MOE_LAYERS]
+    np.testing.assert_array_equal(found[:, : sample.routed], known.swapaxes(0, 1))
+    assert (found[:, sample.routed :] == -1).all()
+    assert sample.routed < length
+    if sample.finished:
+        assert sample.routed == length - 1
+
+
 def go_on(rid: str, ids: Sequence[int], longest: int) -> tuple[list[int], str]:
     """Positions to generate, if nothing comes between, and why they end. The prompt must be what was said before."""
     sample, have = number_of(rid), len(ids) - len(PROMPT)
@@ -74,11 +108,13 @@ class CodedExchange:
     """In memory. `script` says how each request goes; after its end all go well.
 
     whole; update: the weights change in the middle; refused, lost: the connection fails before or after the engine has
-    generated; worker: nobody's fault; aborted: by the engine itself, in the middle; held: until it is aborted.
+    generated; worker: nobody's fault; aborted: by the engine itself, in the middle, or unrouted: without routes; held:
+    until it is aborted. Routes are kept in one of `stores` after the other, as by several workers.
     """
 
-    def __init__(self, script: Sequence[str]) -> None:
+    def __init__(self, script: Sequence[str], stores: Sequence[RouteStore] = ()) -> None:
         self._script: Iterator[str] = iter(script)
+        self._stores = itertools.cycle(stores)
         self._aborted = asyncio.Event()
         self.held = asyncio.Event()
         self.version = 0
@@ -94,14 +130,15 @@ class CodedExchange:
             await self._aborted.wait()
         if action == "update":
             self.version += 1
-        answers = [self._segment(prompt, before, cut=action in ("aborted", "held")) for prompt in prompts]
+        cut = action in ("aborted", "unrouted", "held")
+        answers = [self._segment(prompt, before, cut, action != "unrouted") for prompt in prompts]
         if action == "worker":
             raise RequestLost("the worker died")
         if action in ("refused", "lost"):
             raise TransportError("connection reset")
         return answers
 
-    def _segment(self, prompt: Prompt, before: int, cut: bool) -> Generation:
+    def _segment(self, prompt: Prompt, before: int, cut: bool, routed: bool) -> Generation:
         positions, reason = go_on(prompt.rid, prompt.tokens.tolist(), prompt.max_new_tokens)
         middle = len(positions) // 2
         if cut:
@@ -113,7 +150,15 @@ class CodedExchange:
             np.array([log_prob_of(p, v) for p, v in zip(positions, versions, strict=True)], np.float32),
             [Span(v, i, i + 1) for i, v in enumerate(versions)],
             reason,
+            routes=self._keep(prompt, len(positions)) if routed and positions else None,
         )
+
+    def _keep(self, prompt: Prompt, generated: int) -> RoutePart | None:
+        pack = prompt.settings.routes
+        if pack is None:
+            return None
+        rows = routes_of(number_of(prompt.rid), prompt.routed, len(prompt.tokens) + generated - 1)
+        return next(self._stores).append(rows[:, MOE_LAYERS], prompt.routed, pack)
 
     async def abort(self, url: str, rids: Sequence[str]) -> None:
         self._aborted.set()
@@ -142,11 +187,11 @@ class CodedServer:
         self.requests += 1
         body = json.loads(await request.read())
         batch = zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True)
-        return web.json_response(
-            await asyncio.gather(*(self._sequence(rid, ids, p["max_new_tokens"]) for rid, ids, p in batch))
-        )
+        start = body["routed_experts_start_len"] if body.get("return_routed_experts") else None
+        answers = await asyncio.gather(*(self._sequence(rid, ids, p["max_new_tokens"], start) for rid, ids, p in batch))
+        return web.Response(body=orjson.dumps(answers))
 
-    async def _sequence(self, rid: str, ids: list[int], longest: int) -> dict[str, Any]:
+    async def _sequence(self, rid: str, ids: list[int], longest: int, start: int | None) -> dict[str, Any]:
         positions, reason = go_on(rid, ids, longest)
         sample, done = number_of(rid), 0
         for _ in positions:
@@ -156,12 +201,17 @@ class CodedServer:
                 break
             done += 1
         tokens = [token_of(sample, p, 0) for p in positions[:done]]
+        routes = {}
+        if start is not None and done:
+            rows = routes_of(sample, start, len(ids) + done - 1)
+            routes["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         return {
             "output_ids": tokens,
             "meta_info": {
                 "id": rid,
                 "finish_reason": {"type": reason, "message": "Aborted"},
                 "weight_versions": [{"version": "default", "start": 0, "end": done}],
+                **routes,
                 "output_token_logprobs": [
                     [log_prob_of(p, 0), t, None] for p, t in zip(positions, tokens, strict=False)
                 ],

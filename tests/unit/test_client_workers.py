@@ -56,9 +56,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def generate_all(client: EngineClient, groups: list[Group]) -> None:
+async def generate_all(client: EngineClient, groups: list[Group], wanted: SamplingSettings = SETTINGS) -> None:
     async with asyncio.timeout(60):
-        await asyncio.gather(*(client.generate(group.samples, SETTINGS) for group in groups))
+        await asyncio.gather(*(client.generate(group.samples, wanted) for group in groups))
 
 
 def require_whole(groups: list[Group]) -> None:

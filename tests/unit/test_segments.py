@@ -33,10 +33,12 @@ def engines(exchange: CodedExchange, **limits: Any) -> EngineClient:
     return EngineClient(exchange, replicas, vocab_size=VOCABULARY, limits=Limits(**{"retries": 1000, **limits}))
 
 
-async def suspended_when_held(client: EngineClient, exchange: CodedExchange, group: Group) -> None:
+async def suspended_when_held(
+    client: EngineClient, exchange: CodedExchange, group: Group, wanted: SamplingSettings = SETTINGS
+) -> None:
     """Generate; whenever a request hangs, suspend the group."""
     exchange.held.clear()
-    task = asyncio.ensure_future(client.generate(group.samples, SETTINGS))
+    task = asyncio.ensure_future(client.generate(group.samples, wanted))
     held = asyncio.ensure_future(exchange.held.wait())
     await asyncio.wait({task, held}, return_when=asyncio.FIRST_COMPLETED)
     if held.done():
