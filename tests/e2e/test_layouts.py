@@ -33,12 +33,15 @@ LAYOUTS = {
     "TP2 PP2": {"tensor": 2, "pipeline": 2},
     "PP2 DP2": {"pipeline": 2, "data": 2},
     "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "CP2": {"context": 2},
+    "TP2 CP2": {"tensor": 2, "context": 2},
 }
 
 
 def run_in(layout: dict[str, int], folder: Path, inputs: Path) -> FinishedRun:
     sizes = {"tensor": 1} | layout
-    keys = {name: f"{name}_model_parallel_size" for name in sizes} | {"data": "data_parallel_size"}
+    keys = {name: f"{name}_model_parallel_size" for name in sizes}
+    keys |= {name: f"{name}_parallel_size" for name in ("data", "context")}
     words = [f"parallel.{keys[name]}={size}" for name, size in sizes.items()]
     return train(folder, inputs, *WORDS, *words)
 
