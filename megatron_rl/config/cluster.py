@@ -25,7 +25,8 @@ class ClusterConfig(Section):
     stop_timeout_s: Seconds = 30.0
     """Time given to a process to end by itself before it is killed."""
     max_engine_restarts: int = Field(3, ge=0)
-    """How often an engine that died is started again within engine_restart_window_s before the run ends."""
+    """How often an engine that died is started again within engine_restart_window_s; then the run goes on with the
+    others, or ends without any."""
     engine_restart_window_s: Seconds = 3600.0
     """Restarts longer ago do not count."""
 
