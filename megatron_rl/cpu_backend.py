@@ -159,6 +159,33 @@ def _split_sizes() -> Iterator[tuple[Any, str, Any]]:
     yield dispatcher, "maybe_move_tensor_to_cpu", move
 
 
+# -- parts of different size
+
+
+def _uneven_parts() -> Iterator[tuple[Any, str, Any]]:
+    """gloo gathers, and sums and scatters, parts of one size: they are filled up to the largest."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def fill(part: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros((size - len(part), *part.shape[1:]))])
+
+    def gather_uneven(input_: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(input_, group, sizes, use_global_buffer)
+        parts = gather(fill(input_, max(sizes)), group).split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_uneven(input_: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter(input_, group, sizes, use_global_buffer)
+        filled = torch.cat([fill(part, max(sizes)) for part in input_.split(sizes)])
+        return scatter(filled, group)[: sizes[group.rank()]]
+
+    yield mappings, "_gather_along_first_dim", gather_uneven
+    yield mappings, "_reduce_scatter_along_first_dim", scatter_uneven
+
+
 # -- random numbers
 
 
@@ -203,6 +230,12 @@ ENTRIES: tuple[Entry, ...] = (
         "split_sizes",
         "transformer/moe/moe_utils.py maybe_move_tensor_to_cpu: turns split sizes to numpy only when they are on a GPU",
         _split_sizes,
+    ),
+    Entry(
+        "uneven_parts",
+        "tensor_parallel/mappings.py _gather_along_first_dim, _reduce_scatter_along_first_dim: parts of different "
+        "size, as the token dispatcher has them with expert-tensor and expert parallelism together; NCCL takes them",
+        _uneven_parts,
     ),
     Entry(
         "literals_schedules",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe"]
+Family = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3"]
 
 MOE_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -23,6 +23,22 @@ MOE_SETTINGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": None},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
     },
 }
 """Families with experts; what makes their tiny models: eight experts of which a token gets two."""
@@ -78,8 +94,7 @@ def _byte_symbol(character: str) -> str:
 def _classes(family: Family) -> tuple[type, type]:
     import transformers
 
-    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "qwen3_moe": "Qwen3Moe"}
-    name = names[family]
+    name = {"qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}.get(family, family.capitalize())
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
 
@@ -119,8 +134,8 @@ def tiny_model(
         "eos_token_id": SPECIAL_TOKENS.index(IM_END),
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
     }
-    if family == "qwen2":
-        del settings["head_dim"]  # Qwen2 always uses hidden_size / num_attention_heads
+    if family in ("qwen2", "deepseek_v3"):
+        del settings["head_dim"]  # it follows from other settings
     if family == "mistral":
         settings["sliding_window"] = None  # its default is a window of 4096
     settings.update(MOE_SETTINGS.get(family, {}))
@@ -131,7 +146,7 @@ def tiny_model(
         torch.manual_seed(seed)
         model = model_class(config_class(**settings)).float()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in (*model.named_parameters(), *model.named_buffers()):
                 if "norm" in name or name.endswith("bias"):
                     parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(torch_dtype).save_pretrained(path)

@@ -15,7 +15,7 @@ from .hf_experts import mla_of, moe_of, not_computed
 from .hf_numbers import given, positive
 from .hf_shapes import MlaShape, MoeShape
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MISTRAL_WINDOW = 4096
 """What a Mistral whose config.json does not mention `sliding_window` has."""
@@ -73,6 +73,31 @@ class HfConfig:
     def moe_layers(self) -> tuple[int, ...]:
         """Layers, from 0, whose MLP is a mixture of experts."""
         return () if self.moe is None else tuple(i for i in range(self.num_layers) if i not in self.moe.dense_layers)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head's query and key that are rotated."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def has_query_latent(self) -> bool:
+        """Whether queries are made from a latent of their own."""
+        return self.mla is not None and self.mla.q_lora_rank is not None
+
+    @property
+    def has_direct_queries(self) -> bool:
+        """Whether they are projected from the hidden states, apart from keys and values."""
+        return self.mla is not None and self.mla.q_lora_rank is None
+
+    @property
+    def has_shared_experts(self) -> bool:
+        """Whether its expert layers have experts that see every token."""
+        return self.moe is not None and self.moe.shared_ffn_hidden_size > 0
+
+    @property
+    def num_predicted_layers(self) -> int:
+        """Layers behind the last that predict tokens further on: checkpoints may hold them; they are not built."""
+        return int(self.raw.get("num_nextn_predict_layers") or 0)
 
     @property
     def qkv_rows(self) -> int:

@@ -44,26 +44,31 @@ def exchange_problem(exchange: str, version: tuple[int, ...], latent: bool) -> s
     )
 
 
-def block_spec(config: TransformerConfig, inv_freq: Tensor, vp_stage: int | None) -> Any:
+def block_spec(config: TransformerConfig, inv_freq: Tensor, vp_stage: int | None, rotary_scale: float = 1.0) -> Any:
     """The spec of this pipeline stage's decoder block (of its virtual stage `vp_stage`).
 
     Args:
         config: Megatron's config of the whole model.
-        inv_freq: fp32 [head_dim / 2], for the local spec, whose attention rotates by itself.
+        inv_freq: fp32, the rotary frequencies, for attention that rotates by itself.
         vp_stage: virtual stage, None without interleaving.
+        rotary_scale: what latent attention multiplies rotated features by.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    if has_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    with_te = has_transformer_engine()
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        config, use_transformer_engine=with_te, normalization=config.normalization, vp_stage=vp_stage
     )
-    return _with_own_modules(block, inv_freq)
+    if not with_te:
+        _use_own_modules(block, inv_freq)
+    for layer in block.layer_specs:
+        _use_own_router(layer)
+        if config.multi_latent_attention:
+            _use_latent_attention(layer, inv_freq, rotary_scale)
+    return block
 
 
-def _with_own_modules(block: Any, inv_freq: Tensor) -> Any:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+def _use_own_modules(block: Any, inv_freq: Tensor) -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_rl.policy.attention import PackedAttention
@@ -72,18 +77,47 @@ def _with_own_modules(block: Any, inv_freq: Tensor) -> Any:
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        if issubclass(layer.submodules.mlp.module, MoELayer):
+        if _has_experts(layer):
             # In checkpoints, too, this norm is fused with a dense MLP only.
             layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=PackedAttention, params={"inv_freq": inv_freq})
-        if _has_qk_norm(attention):
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return block
+        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if _is_normed(getattr(attention, norm, None)):
+                setattr(attention, norm, RMSNorm)
 
 
-def _has_qk_norm(attention: Any) -> bool:
-    """Whether the spec of an attention layer norms its queries and keys."""
+def _is_normed(norm: Any) -> bool:
+    """Whether this slot of an attention layer's spec holds a norm."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    return attention.q_layernorm is not None and attention.q_layernorm is not IdentityOp
+    return norm is not None and norm is not IdentityOp
+
+
+def _has_experts(layer: Any) -> bool:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return issubclass(layer.submodules.mlp.module, MoELayer)
+
+
+def _use_own_router(layer: Any) -> None:
+    from megatron_rl.policy.router import FrozenBiasRouter
+
+    if _has_experts(layer):
+        layer.submodules.mlp.submodules.router = FrozenBiasRouter
+
+
+def _use_latent_attention(layer: Any, inv_freq: Tensor, rotary_scale: float) -> None:
+    from megatron_rl.policy.latent_attention import DuplicatedLinear, LatentAttention
+
+    spec = layer.submodules.self_attention
+    spec.module = LatentAttention
+    spec.params = {**spec.params, "inv_freq": inv_freq, "rotary_scale": rotary_scale}
+    if has_transformer_engine():
+        return
+    spec.submodules.linear_q_down_proj = spec.submodules.linear_kv_down_proj = DuplicatedLinear
+    spec.submodules.core_attention.params["inv_freq"] = None  # what comes there is rotated
+    names = {
+        f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")
+    } | ({} if _has_experts(layer) else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"})
+    layer.submodules.sharded_state_dict_keys_map = names

@@ -42,6 +42,8 @@ def build_model(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: ParallelConf
 
     if hf.moe is not None:
         upstream_fixes.apply_to_experts()
+    if hf.mla is not None:
+        upstream_fixes.apply_to_latent_attention()
     config = transformer_config(hf, model_cfg, parallel_cfg)
     stages = parallel_cfg.virtual_pipeline_model_parallel_size
     chunks = []
@@ -65,16 +67,16 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, vocab_size: int, **sta
     with_te = has_transformer_engine()
     model = PolicyModel(
         config,
-        block_spec(config, inv_freq, stage["vp_stage"]),
+        block_spec(config, inv_freq, stage["vp_stage"], rotary_scale(hf) if hf.mla else 1.0),
         vocab_size=vocab_size,
         max_sequence_length=hf.max_position_embeddings,
-        # Without Transformer Engine the attention rotates by itself, see policy/attention.py.
-        position_embedding_type="rope" if with_te else "none",
+        # Latent attention, and all without Transformer Engine, rotates by itself.
+        position_embedding_type="rope" if with_te and hf.mla is None else "none",
         rotary_base=int(hf.rope_theta),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         **stage,
     )
-    if with_te:
+    if with_te and hf.mla is None:
         model.rotary_pos_emb.inv_freq = inv_freq  # Megatron fixes all scaling parameters but the factor
     return model.to(device())
 
@@ -91,27 +93,27 @@ def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: Paral
     `calculate_per_token_loss` makes Megatron leave the loss alone: gradients are plain sums over micro-batches and
     data-parallel ranks, and every normaliser is in the loss weights (one global denominator per optimizer step).
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     _check_layout(hf, parallel_cfg)
     dtype = getattr(torch, model_cfg.dtype)
-    return TransformerConfig(
+    return (MLATransformerConfig if hf.mla else TransformerConfig)(
         num_layers=hf.num_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.ffn_hidden_size,
         num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_query_groups,
+        num_query_groups=hf.num_attention_heads if hf.mla else hf.num_query_groups,
         kv_channels=hf.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.qk_norm,
+        qk_layernorm=hf.qk_norm or hf.mla is not None,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=hf.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        softmax_scale=attention_scale(hf),
+        softmax_scale=None if hf.mla else attention_scale(hf),
         # `weights.load` sets every parameter. Not perform_initialization=False: Megatron would then not mark which
         # parameters are split over tensor-parallel ranks, and count only the first rank's part in the gradient norm.
         init_method=_leave_unset,
@@ -124,10 +126,27 @@ def transformer_config(hf: HfConfig, model_cfg: ModelConfig, parallel_cfg: Paral
         variable_seq_lengths=True,  # micro-batches are packed to a token budget and differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths, in dense models too
         **expert_options(hf),
+        **_latent_options(hf),
         **_parallel_options(parallel_cfg),
         **_recompute_options(parallel_cfg),
-        **_kernel_options(),
+        **_kernel_options(hf),
     )
+
+
+def _latent_options(hf: HfConfig) -> dict[str, Any]:
+    if hf.mla is None:
+        return {}
+    scaling = hf.rope_scaling or {}
+    return {
+        "q_lora_rank": hf.mla.q_lora_rank,
+        "kv_lora_rank": hf.mla.kv_lora_rank,
+        "qk_head_dim": hf.mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.mla.qk_rope_head_dim,
+        "v_head_dim": hf.mla.v_head_dim,
+        "rope_type": "rope",  # it rotates by itself; these two scale the softmax
+        "rotary_scaling_factor": scaling.get("factor") or 1.0,
+        "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
+    }
 
 
 def _leave_unset(weight: Tensor) -> Tensor:
@@ -144,12 +163,11 @@ def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
         )
         if problem:
             raise ModelError(problem)
-    for name, count in (
-        ("num_attention_heads", hf.num_attention_heads),
-        ("num_key_value_heads", hf.num_query_groups),
-        ("(num_attention_heads + 2 num_key_value_heads) * head_dim", hf.qkv_rows),
-        ("intermediate_size", hf.ffn_hidden_size),
-    ):
+    counts = {"num_attention_heads": hf.num_attention_heads, "intermediate_size": hf.ffn_hidden_size}
+    if hf.mla is None:
+        counts["num_key_value_heads"] = hf.num_query_groups
+        counts["(num_attention_heads + 2 num_key_value_heads) * head_dim"] = hf.qkv_rows
+    for name, count in counts.items():
         # With more ranks than query groups several ranks share one, and each holds a part of its rows.
         is_shared_group = name == "num_key_value_heads" and tp % count == 0
         if count % tp and not is_shared_group:
@@ -193,7 +211,7 @@ def _recompute_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _kernel_options() -> dict[str, bool]:
+def _kernel_options(hf: HfConfig) -> dict[str, bool]:
     """Fused kernels where they exist. On CPU Megatron's are torch.compile, which costs seconds at the first step."""
     cuda, te = torch.cuda.is_available(), has_transformer_engine()
     return {
@@ -201,7 +219,7 @@ def _kernel_options() -> dict[str, bool]:
         "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,  # only Megatron's own core attention would use it
         "persist_layer_norm": False,
-        "apply_rope_fusion": te,
+        "apply_rope_fusion": te and hf.mla is None,
         "gradient_accumulation_fusion": te and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         # Megatron's fused cross entropy rounds its gradient to bf16; the loss here is our own anyway.
         "cross_entropy_loss_fusion": False,
@@ -211,28 +229,34 @@ def _kernel_options() -> dict[str, bool]:
 def attention_scale(hf: HfConfig) -> float | None:
     """What scores are multiplied by before softmax where it is not head_dim ** -0.5.
 
-    YaRN (2309.00071) stretches rotated queries and keys by the same factor, which is its square on their product.
+    Rotated queries and keys are stretched by the same factor, which is its square on their product.
     """
+    scale = rotary_scale(hf)
+    return None if scale == 1 else scale**2 / math.sqrt(hf.head_dim)
+
+
+def rotary_scale(hf: HfConfig) -> float:
+    """What rotated features are multiplied by: YaRN (2309.00071) stretches them."""
     scaling = hf.rope_scaling or {}
     if scaling.get("rope_type", scaling.get("type")) != "yarn":
-        return None
+        return 1.0
     factor = scaling.get("attention_factor")
     if factor is None:
         growth = 0.1 * math.log(max(scaling["factor"], 1.0))
         mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
         factor = (mscale * growth + 1) / (mscale_all * growth + 1) if mscale and mscale_all else growth + 1
-    return factor**2 / math.sqrt(hf.head_dim)
+    return float(factor)
 
 
 def rotary_frequencies(hf: HfConfig) -> Tensor:
-    """Rotary frequencies per pair of features, fp32 [head_dim / 2], with the model's scaling applied.
+    """Rotary frequencies per pair of features, fp32 [rotary_dim / 2], with the model's scaling applied.
 
-    `default` is theta ** (-2i / head_dim) (2104.09864), `linear` divides it by `factor`, `llama3` divides long
+    `default` is theta ** (-2i / rotary_dim) (2104.09864), `linear` divides it by `factor`, `llama3` divides long
     wavelengths only, with a smooth passage between `low_freq_factor` and `high_freq_factor`; so does `yarn`
     (2309.00071), whose passage is linear in the index of the pair.
     `read_hf_config` admits no others.
     """
-    exponent = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
+    exponent = torch.arange(0, hf.rotary_dim, 2, dtype=torch.int64).float() / hf.rotary_dim
     inv_freq = 1.0 / (hf.rope_theta**exponent)
     scaling = hf.rope_scaling or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -252,12 +276,12 @@ def _yarn_frequencies(inv_freq: Tensor, hf: HfConfig, scaling: dict[str, Any]) -
     def pair_with(turns: float) -> float:
         """Index, not whole, of the pair that turns so often over the length that the model was first trained on."""
         length = scaling["original_max_position_embeddings"]
-        return hf.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(hf.rope_theta))
+        return hf.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(hf.rope_theta))
 
     low, high = pair_with(scaling.get("beta_fast") or 32), pair_with(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, hf.head_dim - 1)
+    low, high = max(low, 0), min(high, hf.rotary_dim - 1)
     width = high - low if high != low else 0.001
-    stretched = ((torch.arange(hf.head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    stretched = ((torch.arange(hf.rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return inv_freq * (1 - stretched) + inv_freq / scaling["factor"] * stretched

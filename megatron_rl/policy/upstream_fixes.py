@@ -21,6 +21,20 @@ def apply_to_experts() -> None:
         moe_utils.te_general_gemm = None
 
 
+def apply_to_latent_attention() -> None:
+    """Install the correction that multi-head latent attention needs; a second call changes nothing.
+
+    transformer/multi_latent_attention.py knows one layer that every rank holds as a whole, Transformer Engine's; the
+    one it takes in its absence splits the features that all heads share, and loses gradients of theirs.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    from megatron_rl.policy.latent_attention import DuplicatedLinear
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.TELinear = DuplicatedLinear
+
+
 def apply() -> None:
     """Install the optimizer's corrections; a second call changes nothing."""
     from megatron.core.optimizer import distrib_optimizer

@@ -114,6 +114,22 @@ class RowParallel:
         return _whole(counts)
 
 
+class ColumnParallel:
+    """Split along the output features, the first dimension: projections to whole heads."""
+
+    is_split = True
+    is_padded = False
+
+    def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
+        return _row_block(sources[0], shard)
+
+    def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
+        return [shards[0] if len(shards) == 1 else torch.cat(list(shards))]
+
+    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
+        return _whole(counts)
+
+
 class Vocabulary:
     """Split along the vocabulary, which Megatron pads: rows past the true vocabulary are zero, and never leave."""
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # One module for each expert of this rank, or Transformer Engine's one module with a weight for each.
@@ -86,7 +88,9 @@ def _dimensions(hf: HfConfig) -> dict[str, int]:
         "queries": hf.num_attention_heads * hf.head_dim,
         "keys": hf.num_query_groups * hf.head_dim,
         "head": hf.head_dim,
-    } | _expert_dimensions(hf)
+        **_expert_dimensions(hf),
+        **_latent_dimensions(hf),
+    }
 
 
 def _expert_dimensions(hf: HfConfig) -> dict[str, int]:
@@ -96,6 +100,18 @@ def _expert_dimensions(hf: HfConfig) -> dict[str, int]:
         "experts": hf.moe.num_experts,
         "expert_ffn": hf.moe.ffn_hidden_size,
         "shared_ffn": hf.moe.shared_ffn_hidden_size,
+    }
+
+
+def _latent_dimensions(hf: HfConfig) -> dict[str, int]:
+    if hf.mla is None:
+        return {}
+    return {
+        "q_rank": hf.mla.q_lora_rank or 0,
+        "kv_rank": hf.mla.kv_lora_rank,
+        "kv_down": hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim,
+        "kv_up": hf.num_attention_heads * (hf.mla.qk_nope_head_dim + hf.mla.v_head_dim),
+        "values": hf.num_attention_heads * hf.mla.v_head_dim,
     }
 
 
@@ -154,7 +170,12 @@ class Family:
 
     def ignores(self, name: str, hf: HfConfig) -> bool:
         """Whether a checkpoint may hold the tensor although the model does not need it."""
-        return re.fullmatch(self.ignored, name) is not None or (hf.tie_word_embeddings and name in self.tied_names())
+        further = range(hf.num_layers, hf.num_layers + hf.num_predicted_layers)
+        return (
+            re.fullmatch(self.ignored, name) is not None
+            or (hf.tie_word_embeddings and name in self.tied_names())
+            or name.startswith(tuple(self.layer_prefix.format(layer=layer) for layer in further))
+        )
 
     def tied_names(self) -> set[str]:
         """Tensors that are another name of the embedding when embeddings are tied."""

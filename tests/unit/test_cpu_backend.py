@@ -13,7 +13,13 @@ from tests.parallel.launch import run_ranks, this_rank
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is inert on a machine with CUDA")
 
-# ------------------------------------------------------- the Megatron code behind each entry; runs on one gloo rank
+# ------------------------------------------------------ the Megatron code behind each entry; runs on two gloo ranks
+
+
+def _alone() -> torch.distributed.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _config(**options: Any) -> Any:
@@ -88,8 +94,20 @@ def exchange_tokens() -> None:
 
     splits = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3]), as_numpy=True)
     arrived = torch.empty(3, 1)
-    torch.distributed.all_to_all_single(arrived, torch.ones(3, 1), splits, splits)
+    torch.distributed.all_to_all_single(arrived, torch.ones(3, 1), splits, splits, group=_alone())
     assert torch.equal(arrived, torch.ones(3, 1))
+
+
+def gather_uneven_parts() -> None:
+    """Rank 0 has one row and rank 1 two; the gradient of each is the sum of both ranks', 2 for a plain sum."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    world = torch.distributed.group.WORLD
+    part = torch.full((world.rank() + 1, 3), float(world.rank()), requires_grad=True)
+    whole = gather_from_sequence_parallel_region(part, group=world, output_split_sizes=[1, 2])
+    whole.sum().backward()
+    assert torch.equal(whole[:, 0], torch.tensor([0.0, 1.0, 1.0]))
+    assert torch.equal(part.grad, torch.full_like(part, 2.0))
 
 
 def run_schedule() -> None:
@@ -126,7 +144,7 @@ def build_fp32_optimizer() -> None:
 def gradient_norm() -> None:
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
-    norm = get_grad_norm_fp32([torch.full((4,), 3.0)], grad_stats_parallel_group=torch.distributed.group.WORLD)
+    norm = get_grad_norm_fp32([torch.full((4,), 3.0)], grad_stats_parallel_group=_alone())
     assert norm == pytest.approx(6.0)
 
 
@@ -151,8 +169,8 @@ def tie_embedding_over_stages() -> None:
         config=SimpleNamespace(pipeline_model_parallel_size=2, mtp_num_layers=0),
         vp_stage=None,
         vp_size=None,
-        pp_group=torch.distributed.group.WORLD,
-        embd_group=torch.distributed.group.WORLD,
+        pp_group=_alone(),
+        embd_group=_alone(),
         shared_embedding_or_output_weight=lambda: weight,
         _is_in_embd_group=lambda: True,
     )
@@ -167,6 +185,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "rng_tracker": fork_random_stream,
     "streams": dispatch_tokens,
     "split_sizes": exchange_tokens,
+    "uneven_parts": gather_uneven_parts,
     "literals_schedules": run_schedule,
     "literals_optimizer": build_fp32_optimizer,
     "literals_clip_grads": gradient_norm,
@@ -181,7 +200,7 @@ def try_all() -> dict[str, tuple[str, str]]:
     from megatron_rl.config.parallel import ParallelConfig
     from megatron_rl.policy import distributed
 
-    distributed.initialize(this_rank(), ParallelConfig(), seed=1, timeout_s=60)
+    distributed.initialize(this_rank(), ParallelConfig(data_parallel_size=2), seed=1, timeout_s=60)
     outcomes = {}
     for name, check in CHECKS.items():
         raised = []
@@ -205,7 +224,7 @@ def try_all() -> dict[str, tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, tuple[str, str]]:
-    return run_ranks(1, try_all, timeout=120)[0]
+    return run_ranks(2, try_all, timeout=120)[0]
 
 
 def test_every_entry_has_a_check() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights import WeightsError
-from megatron_rl.weights.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from megatron_rl.weights.families import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
     from megatron_rl.weights.mapping import Family
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v3)
 }
 
 

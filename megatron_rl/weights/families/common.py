@@ -14,8 +14,9 @@ TOP = (
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, ("hidden",)),
     Rule(OUTPUT_LAYER, ("lm_head.weight",), VOCABULARY, ("vocab hidden",)),
 )
+INPUT_NORM = Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, ("hidden",))
 ATTENTION = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",), REPLICATED, ("hidden",)),
+    INPUT_NORM,
     Rule(
         "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
