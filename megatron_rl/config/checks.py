@@ -13,9 +13,9 @@ from pathlib import Path
 
 from .base import ConfigError
 from .hf_config import HfConfig, read_hf_config
+from .layout_checks import layout_problems
 from .moe_checks import routing_problems
 from .schema import Config
-from .shards import stage_layers
 
 WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 """Number formats of weights, as safetensors names them; others need scales that a plain conversion would ignore."""
@@ -33,11 +33,9 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
     """
     hf = read_hf_config(cfg.model.path)
     checks = (
-        _layout(cfg, hf),
+        layout_problems(cfg, hf),
         _weights(cfg) if with_files else (),
         _lengths(cfg, hf),
-        _cap(cfg),
-        _context(cfg, hf),
         _batch(cfg),
         _files(cfg) if with_files else (),
         _advantages(cfg),
@@ -52,27 +50,6 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
     if problems:
         raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
     return hf
-
-
-def _layout(cfg: Config, hf: HfConfig) -> Iterator[str]:
-    p = cfg.parallel
-    tp = p.tensor_model_parallel_size
-    for name, count in (("attention heads", hf.num_attention_heads), ("key/value heads", hf.num_query_groups)):
-        if count % tp:
-            yield (
-                f"parallel.tensor_model_parallel_size={tp} does not divide the model's {count} {name}; "
-                f"use one of {_divisors(hf.num_attention_heads, hf.num_query_groups)}"
-            )
-    if hf.ffn_hidden_size % tp:
-        yield f"parallel.tensor_model_parallel_size={tp} does not divide intermediate_size={hf.ffn_hidden_size}"
-    try:
-        stage_layers(hf.num_layers, p)
-    except ValueError as error:
-        yield str(error)
-
-
-def _divisors(*numbers: int) -> list[int]:
-    return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers)]
 
 
 def _weights(cfg: Config) -> Iterator[str]:
@@ -130,36 +107,6 @@ def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:
             f"algorithm.max_tokens_per_microbatch={cfg.algorithm.max_tokens_per_microbatch} cannot hold the longest "
             f"sequence of {total} tokens (rollout.max_prompt_tokens + rollout.max_response_tokens); raise it"
         )
-
-
-def _cap(cfg: Config) -> Iterator[str]:
-    p, cap = cfg.parallel, cfg.algorithm.max_tokens_per_microbatch
-    reasons = [f"sequence_parallel over tensor_model_parallel_size={p.tensor_model_parallel_size}"]
-    reasons = reasons if p.sequence_parallel else []
-    if p.context_parallel_size > 1:
-        reasons.append(f"2 chunks for each of context_parallel_size={p.context_parallel_size}")
-    if cap % p.row_multiple:
-        yield (
-            f"algorithm.max_tokens_per_microbatch={cap}: micro-batches are padded to a multiple of {p.row_multiple} "
-            f"({' and '.join(reasons)}), so the cap must be one; use {max(cap - cap % p.row_multiple, p.row_multiple)}"
-        )
-
-
-def _context(cfg: Config, hf: HfConfig) -> Iterator[str]:
-    """Heads exchanged for tokens: each context-parallel rank gets its part of those of its tensor-parallel rank."""
-    p = cfg.parallel
-    if p.context_parallel_size == 1 or p.context_parallel_exchange != "a2a":
-        return
-    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-    groups = hf.num_attention_heads if hf.mla is not None else hf.num_query_groups
-    for name, count in (("attention heads", hf.num_attention_heads), ("key/value heads", groups)):
-        if count % (tp * cp):
-            yield (
-                f"parallel.context_parallel_exchange=a2a deals the model's {count} {name} over "
-                f"tensor_model_parallel_size={tp} x context_parallel_size={cp} ranks, which do not divide them; use "
-                f"p2p or all_gather, or sizes whose product is one of {_divisors(hf.num_attention_heads, groups)}"
-            )
-            return
 
 
 def _batch(cfg: Config) -> Iterator[str]:

@@ -1,0 +1,56 @@
+"""Layouts that do not fit a mixture of experts are refused before anything starts, with the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ConfigError, check, load_config
+from megatron_rl.data.tiny_model import write_tiny_model
+
+from .test_moe_recipes import ROOT, recipe
+
+SP = "parallel.sequence_parallel=true"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["parallel.expert_model_parallel_size=16", "parallel.data_parallel_size=8"],
+            r"expert_model_parallel_size=16 does not divide the 8 experts of a layer; use one of \[1, 2, 4, 8\]",
+        ),
+        (
+            [
+                "parallel.expert_model_parallel_size=1",
+                "parallel.expert_tensor_parallel_size=6",
+                "parallel.data_parallel_size=3",
+            ],
+            "expert_tensor_parallel_size=6 does not divide the 128 features of an expert",
+        ),
+        (
+            ["parallel.sequence_parallel=false"],
+            "with sequence_parallel=false: experts .* set parallel.sequence_parallel=true",
+        ),
+        (["engine.routed_experts=false"], "routing_replay=R3 .* set engine.routed_experts=true"),
+        (["algorithm.normalisation=token_mean"], "use normalisation=seq_mean_token_mean"),
+        (["algorithm.max_tokens_per_microbatch=8191"], "so the cap must be one; use 8190"),
+    ],
+)
+def test_what_does_not_fit_the_experts_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    write_tiny_model(tmp_path / "model", seed=0, experts=8)
+    with pytest.raises(ConfigError, match=message):
+        check(load_config(ROOT / "configs" / "tiny_moe_gspo.yaml", [f"model.path={tmp_path / 'model'}", *words]), False)
+
+
+def test_expert_ranks_of_a_dense_model_are_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", seed=0)
+    words = [f"model.path={tmp_path / 'model'}", "run_dir=x", SP, "parallel.expert_model_parallel_size=2"]
+    with pytest.raises(ConfigError, match="expert_model_parallel_size=2: qwen3 has no experts"):
+        check(load_config(ROOT / "configs" / "quickstart.yaml", words), False)
+
+
+def test_the_recipes_pass_every_check() -> None:
+    for name in ("qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3"):
+        check(recipe(name)[0], with_files=False)
