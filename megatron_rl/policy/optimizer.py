@@ -7,12 +7,12 @@ parameters' format; bf16 parameters have an fp32 main copy inside the optimizer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.policy import upstream_fixes
+from megatron_rl.policy.optimizer_state import make_moments, restore, sharded
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -22,12 +22,24 @@ if TYPE_CHECKING:
     from megatron_rl.config.optimizer import OptimizerConfig
 
 
+_EXPERTS = ".mlp.experts."
+"""In the names of parameters of which expert-parallel ranks hold different ones."""
+
+
 def wrap_for_gradients(chunks: Sequence[GPTModel], use_distributed_optimizer: bool) -> list[DistributedDataParallel]:
     """Give each model chunk contiguous fp32 gradient buffers that are SUMMED over data-parallel ranks.
 
-    With the distributed optimizer the parameters move into contiguous buffers too, and stay views of them.
+    With the distributed optimizer the parameters move into contiguous buffers too, and stay views of them. Experts have
+    buffers, and an optimizer, of their own in every layout, summed over the ranks that hold the same ones: Megatron by
+    itself takes them for ordinary parameters without expert parallelism, and then sums them over data-parallel ranks
+    only, although each tensor-parallel rank may have worked on other tokens.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if _EXPERTS in name:
+                parameter.allreduce = False
 
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=use_distributed_optimizer,
@@ -60,8 +72,8 @@ class Optimizer:
         from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
         from megatron.core.optimizer import get_megatron_optimizer
 
-        upstream_fixes.apply()
         self._chunks = list(chunks)
+        self._updates = 0
         self._clip_grad = optimizer_cfg.clip_grad
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -116,50 +128,36 @@ class Optimizer:
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 clip_grad_by_total_norm_fp32(parameters, self._clip_grad, norm, decoupled)
         self.megatron.step_with_ready_grads()
+        self._updates += 1
 
     def reset_state(self) -> None:
         """Forget moments and step counts, as if no update had been made; fp32 main weights stay as they are."""
-        for part in self.parts:
-            if getattr(part, "is_stub_optimizer", False):
-                continue
+        self._updates = 0
+        for part in self._with_parameters():
             part.optimizer.state = defaultdict(dict)
             for group in part.optimizer.param_groups:
                 group.pop("step", None)  # fused Adam counts steps per group
 
-    def sharded_state(self, model_state: dict[str, Any], *, is_loading: bool) -> Any:
-        """State for a Megatron distributed checkpoint, by the parameters' global names. Collective.
+    def sharded_state(self, model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """State for a Megatron distributed checkpoint, see `optimizer_state`. Collective.
 
         Args:
             model_state: sharded state of the model chunks, by the names `model` or `model0`, `model1` ...
             is_loading: make room for what will be read.
         """
-        for part in self.parts:
-            # torch's Adam has no state before its first step, and Megatron cannot then say what to read or write.
-            if isinstance(getattr(part, "optimizer", None), torch.optim.Adam) and not part.optimizer.state:
-                _write_out_initial_state(part.optimizer)
-        return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=checkpoint_metadata())
+        tensors = {}
+        for number, part in enumerate(self._with_parameters()):
+            make_moments(part, self._updates)
+            tensors[number] = sharded(part, model_state, is_loading=is_loading)
+        return {"updates": self._updates, "tensors": tensors}
 
-    def load_sharded_state(self, state: Any) -> None:
-        """Take over what was read; call `set_learning_rate` afterwards, since the stored rate comes with it."""
-        self.megatron.load_state_dict(state)
+    def load_sharded_state(self, state: dict[str, Any]) -> None:
+        """Take over what was read, given what `sharded_state` returned for it."""
+        self._updates = state["updates"]
+        for number, part in enumerate(self._with_parameters()):
+            restore(part, state["tensors"].get(number, {}))
+            make_moments(part, self._updates)
 
-
-def _write_out_initial_state(adam: torch.optim.Adam) -> None:
-    """The state from which Adam would start, made explicit: the next update is the same, bit by bit."""
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            if parameter.numel():
-                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.tensor(0.0), **zeros}
-
-
-def checkpoint_metadata() -> dict[str, Any]:
-    """How Megatron is to lay out a checkpoint: every tensor in its model's shape, readable at another layout."""
-    from megatron.core import parallel_state
-
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+    def _with_parameters(self) -> Iterator[Any]:
+        """Megatron's optimizers, without placeholders where this rank has nothing of a kind."""
+        return (part for part in self.parts if not getattr(part, "is_stub_optimizer", False))

@@ -5,9 +5,9 @@ In the directory that is given:
     policy/      model weights, optimizer state, random states
     reference/   the reference policy's weights, only when there is one
 
-Tensors are stored by their global name and shape, each shard once, so they can be read at another tensor, pipeline or
-data-parallel size. Random states belong to a rank, so they return only at the layout that wrote them. A checkpoint of
-the distributed optimizer cannot be read without it, or the other way round.
+Tensors are stored by their global name and shape, each shard once, so they can be read in another layout: at other
+tensor, pipeline, data, expert or expert-tensor parallel sizes. Random states belong to a rank, so they return only at
+the layout that wrote them. A checkpoint of the distributed optimizer cannot be read without it, or the other way round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_torch_che
 
 from megatron_rl.policy.digest import HashingStream
 from megatron_rl.policy.exchange import merge_of_all_ranks
-from megatron_rl.policy.optimizer import Optimizer, checkpoint_metadata
+from megatron_rl.policy.optimizer import Optimizer
+from megatron_rl.policy.optimizer_state import checkpoint_metadata
 from megatron_rl.policy.reference import ReferenceWeights
 
 if TYPE_CHECKING:
@@ -225,13 +226,7 @@ def _restore_rng(states: dict[str, Any]) -> None:
 
 
 def _rng_object(states: dict[str, Any] | None) -> Any:
-    """One object per rank, at its place in the layout."""
-    from megatron.core import parallel_state
+    """One object per rank."""
     from megatron.core.dist_checkpointing import ShardedObject
 
-    place = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-    return ShardedObject("rng", states, tuple(_layout()), place, replica_id=0)
+    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

@@ -24,11 +24,15 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = {
-    "tp2-dp2": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
-    "pp2-dp2": {"pipeline_model_parallel_size": 2, "data_parallel_size": 2},
-    "tp2-pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2-ep2": TP2 | EP2,
+    "pp2-ep2": {"pipeline_model_parallel_size": 2} | EP2,
+    "tp2-pp2": TP2 | {"pipeline_model_parallel_size": 2},
 }
+MODEL: dict[str, Any] = {"layers": 4, "vocab_size": 300, "max_position_embeddings": 256, "mlp_only_layers": [1]}
+"""With experts, and one layer without."""
 KINDS = ("broadcast", "ipc", "disk")
 BUCKET_BYTES = 40_000
 """Several buckets of a tiny model."""
@@ -42,7 +46,7 @@ def open_publisher(
     path: Path,
     run_dir: Path,
     urls: list[str],
-    parallel: dict[str, int],
+    parallel: dict[str, Any],
     kind: str,
     policy: Any = None,
 ) -> Any:
@@ -236,7 +240,7 @@ def die_in_mid_update(path: Path, folder: Path, urls: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("models") / "m", layers=4, vocab_size=300, max_position_embeddings=256)
+    return tiny_model(tmp_path_factory.mktemp("models") / "m", "qwen3_moe", **MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +306,7 @@ def failures(
     model: Path, engines: list[Server], published: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("faults")
-    other = tiny_model(folder / "other", layers=4, vocab_size=300, max_position_embeddings=256, intermediate_size=96)
+    other = tiny_model(folder / "other", "qwen3_moe", **MODEL, moe_intermediate_size=48)
     process = engines[1].process
     assert process is not None
     words = (model, other, folder, [server.url for server in engines], process.pid)
