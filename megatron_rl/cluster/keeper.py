@@ -27,9 +27,10 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from megatron_rl.tags import TAG, descendants, tagged
+
 from .bootstrap import task_of_step
 from .started import BootstrapError
-from .tags import TAG, descendants, tagged
 
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)

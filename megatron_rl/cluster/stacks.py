@@ -13,8 +13,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_rl.tags import tag_of, tagged
+
 from .bootstrap import task_of_step
-from .tags import tag_of, tagged
 
 DEADLINE_S = 30.0
 """For one process; a large one takes py-spy a second or two."""

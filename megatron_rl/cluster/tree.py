@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from .tags import all_pids, descendants
+from megatron_rl.tags import all_pids, descendants
 
 ROUNDS, PAUSE_S = 200, 0.05
 

@@ -105,7 +105,8 @@ class Progress:
         self._durations.clear()
         self._latest = {key: value for key, value in self._latest.items() if not key.startswith("sft/")}
         if self._mode != "quiet":
-            self._console.print(Text(f"{name}: {total} steps" if total is not None else name, style="bold"))
+            text = Text(f"{name}: {total} steps" if total is not None else name, style="bold")
+            self._console.print(text, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """Say what is happening now; `name` as in the `time/<name>` metrics, or free text."""

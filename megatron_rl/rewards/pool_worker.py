@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,15 @@ from typing import Any
 
 import orjson
 
+from megatron_rl.tags import WORKER, tagged
+
 from . import frames
 from .registry import RewardError
 
 START_TIMEOUT_S = 120.0
 """Importing the verifiers of a user on a busy machine; an item's deadline begins after that."""
 CLOSE_TIMEOUT_S = 2.0
+KILL_ROUNDS = 20
 # What a Python process needs to start and to find its modules. Everything else, secrets first of all, stays out of a
 # process that reads text which a model wrote.
 _PASSED_ON = (
@@ -42,8 +46,8 @@ class WorkerDied(Exception):
 class PoolWorker:
     """A running process with its verifiers loaded; make one with `PoolWorker.start`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        self._process, self._name = process, name
 
     @property
     def pid(self) -> int:
@@ -53,6 +57,7 @@ class PoolWorker:
     @classmethod
     async def spawn(cls, module: str, extra_env: Mapping[str, str]) -> PoolWorker:
         """Start a process that runs `module`, see `worker.run`; it has not said anything yet."""
+        name = secrets.token_hex(8)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -60,12 +65,12 @@ class PoolWorker:
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=worker_environment(os.environ, extra_env),
+            env=worker_environment(os.environ, {**extra_env, WORKER: name}),
             # A session of its own: Ctrl-C reaches the controller, which then closes its workers in order; and a kill
             # reaches what the code of a user has started.
             start_new_session=True,
         )
-        return cls(process)
+        return cls(process, name)
 
     @classmethod
     async def start(
@@ -112,10 +117,17 @@ class PoolWorker:
             raise WorkerDied(await self._how_it_ended()) from None
 
     async def kill(self) -> None:
-        """End the process and whatever it has started, now."""
+        """End the process and whatever it has started, now, in a session of its own or not."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        # Not without a deadline: a grandchild that left the group may keep the pipe open.
+        for _ in range(KILL_ROUNDS if sys.platform == "linux" else 0):  # they may be forking
+            left = tagged(self._name, WORKER)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                break
+        # Not without a deadline: a grandchild that forgot its environment may keep the pipe open.
         await self._wait()
         self._close_pipes()
 

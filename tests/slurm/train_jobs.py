@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.audit import audit_run
-from megatron_rl.cluster.tags import tag_of
+from megatron_rl.tags import tag_of
 from tests.e2e.live import rows
 
 from .jobs import Job, submit

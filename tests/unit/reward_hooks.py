@@ -46,8 +46,10 @@ def obey(response, record):
         return argument in os.environ
     elif word == "module":
         return argument in sys.modules
-    elif word == "child":
+    elif word in ("child", "own-session"):
         if not os.fork():
+            if word == "own-session":
+                os.setsid()
             time.sleep(3600)
         time.sleep(3600)
     return 0.5

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cluster.stacks import dump_stacks
-from megatron_rl.cluster.tags import descendants, tagged
+from megatron_rl.tags import descendants, tagged
 
 LEAVES = "import subprocess; subprocess.run('setsid sleep 600 & true', shell=True, start_new_session=True)\n"
 LEAVES_UNNAMED = LEAVES.replace("setsid", "setsid env -i")

@@ -82,14 +82,16 @@ def test_records_reach_workers_whole():
     ]
 
 
-@pytest.mark.parametrize("hostile", ["hang", "spin", "child"])
+@pytest.mark.parametrize("hostile", ["hang", "spin", "child", "own-session"])
 def test_a_verifier_past_its_deadline_is_killed_and_costs_one_item(hostile):
     async def main():
         async with RewardPool(config(f"{HOOKS}:obey", timeout_s=1.0)) as pool:
             (before,) = await pool.score(items("pid"))
             family = [int(before.total)]
             scoring = asyncio.create_task(pool.score(items("ok", hostile, "ok", "ok")))
-            while hostile == "child" and not psutil.Process(family[0]).children() and not scoring.done():
+            while (
+                hostile in ("child", "own-session") and not psutil.Process(family[0]).children() and not scoring.done()
+            ):
                 await asyncio.sleep(0.01)
             family += [child.pid for child in psutil.Process(family[0]).children(recursive=True)]
             results = await scoring
@@ -102,7 +104,7 @@ def test_a_verifier_past_its_deadline_is_killed_and_costs_one_item(hostile):
     assert math.isnan(results[1].correctness)
     assert "timeout: no answer after reward.timeout_s=1 s" in results[1].errors[f"{HOOKS}:obey"]
     assert (pool.counters.timeouts, pool.counters.non_finite) == (1, 1)
-    assert family == (2 if hostile == "child" else 1)
+    assert family == (2 if hostile in ("child", "own-session") else 1)
 
 
 def test_an_item_that_ends_two_workers_is_given_up_and_costs_no_other():

@@ -1,6 +1,7 @@
-"""Finding the processes of one task by a name in their environment. Who starts and ends them: `keeper.py`.
+"""Finding processes by a name in their environment. Who starts and ends them: `cluster/keeper.py`, pools of workers.
 
-A name is `RUN/ROLE/NODE/RANK`; RUN is unique to one attempt of one job. What a task starts inherits it, setsid or not.
+What a process starts inherits the name, setsid or not. That of a task is `RUN/ROLE/NODE/RANK`; RUN is unique to one
+attempt of one job. That of a worker is any word.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ import os
 from pathlib import Path
 
 TAG = "MEGATRON_RL_TASK"
+WORKER = "MEGATRON_RL_WORKER"
 
 
-def tagged(prefix: str) -> list[int]:
+def tagged(prefix: str, variable: str = TAG) -> list[int]:
     """Ids of the living processes on this machine whose tag is `prefix` or lies below it; not this process."""
-    return [pid for pid in all_pids() if pid != os.getpid() and _lies_below(tag_of(pid), prefix)]
+    return [pid for pid in all_pids() if pid != os.getpid() and _lies_below(tag_of(pid, variable), prefix)]
 
 
-def tag_of(pid: int) -> str | None:
+def tag_of(pid: int, variable: str = TAG) -> str | None:
     """The tag of a process, None when it has none, has ended, or belongs to somebody else."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return next((v.partition(b"=")[2].decode() for v in variables if v.startswith(f"{TAG}=".encode())), None)
+        return next((v.partition(b"=")[2].decode() for v in variables if v.startswith(f"{variable}=".encode())), None)
     except OSError:
         return None
 
