@@ -69,6 +69,7 @@ def with_experts(experts: int) -> dict[str, Any]:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+        "tie_word_embeddings": False,  # no published one ties them, and SGLang would leave its output layer unset
     }
 
 
@@ -113,6 +114,8 @@ def _weights(seed: int, experts: int) -> dict[str, np.ndarray]:
         }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
     shapes["model.norm.weight"] = (hidden,)
+    if experts:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     rng = np.random.default_rng(seed)
     return {
         name: np.ones(shape, np.float32)

@@ -392,22 +392,3 @@ def test_a_reference_to_a_missing_value_names_both_and_the_way_out(tmp_path: Pat
         f"{tmp_path}/run.yaml: model.path refers to ${{run_dir}}, which is not given; "
         "add it to the file or as run_dir=... on the command line"
     )
-
-
-@pytest.mark.parametrize(
-    ("tp", "chunk", "rows", "columns"), [(1, 512, 512, 128), (2, 512, 2 * 512, 64), (1, 10**6, 2000, 128)]
-)
-def test_the_plan_states_the_peak_of_the_logits(
-    values: dict[str, Any], tp: int, chunk: int, rows: int, columns: int
-) -> None:
-    """100 ids padded to a multiple of 64 on each tensor-parallel rank; never more tokens than a micro-batch holds."""
-    changed = put(
-        values,
-        model__make_vocab_size_divisible_by=64,
-        parallel__tensor_model_parallel_size=tp,
-        loss__chunk_tokens=chunk,
-        algorithm__max_tokens_per_microbatch=2000,
-    )
-    config = validate(changed)
-    memory = {row[0]: row[1] for row in make_plan(config, check(config)).sections["Memory per rank"]}
-    assert memory["logits at their peak"] == f"{rows * columns * 4 / 2**20:.3f} MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def recipe(name: str, *overrides: str) -> tuple[Config, HfConfig]:
     return cfg, read_hf_config(cfg.model.path)
 
 
+DOCUMENTED = [
+    ("qwen3_30b_a3b", []),
+    ("qwen3_235b_a22b", []),
+    ("qwen3_235b_a22b", H200["qwen3_235b_a22b"]),
+    ("deepseek_v3", []),
+    ("deepseek_v3", H200["deepseek_v3"]),
+]
 CASES = [(name, ()) for name in RECIPES] + [(name, tuple(words)) for name, words in H200.items() if words]
 
 
@@ -52,3 +60,15 @@ def test_the_plan_counts_what_the_weight_files_hold(name: str) -> None:
     cfg, hf = recipe(name)
     rows: dict[str, Any] = {row[0]: row for row in make_plan(cfg, hf).sections["Layout"]}
     assert f"{RECIPES[name]:,} parameters" in rows["model"][1]
+
+
+def test_the_documented_memory_is_that_of_the_plan() -> None:
+    """Rows of the table in docs/moe.md, in the order of `DOCUMENTED`."""
+    text = (ROOT / "docs" / "moe.md").read_text("utf-8")
+    shown = re.findall(r"^\| .* \| (\d+) % of (\d+) GiB \|$", text, re.M)
+    planned = []
+    for name, overrides in DOCUMENTED:
+        cfg, hf = recipe(name, *overrides)
+        rows = {row[0]: row[2] for row in make_plan(cfg, hf).sections["Memory per rank"]}
+        planned += re.findall(r"(\d+)% of the (\d+) GiB", rows["together at the peak"])
+    assert shown == planned
