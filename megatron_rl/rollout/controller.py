@@ -56,7 +56,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_rl.config import Config, ConfigError
+from megatron_rl.config import Config, ConfigError, read_hf_config
 from megatron_rl.data import DataError, PromptCursor, PromptDataset, PromptRecord, PromptTokenizer, fit_to_length
 from megatron_rl.monitor.logs import setup_logging
 from megatron_rl.rewards import RewardError, RewardPool
@@ -72,6 +72,8 @@ from .generate import GroupMaker
 from .ledger import Entry, Ledger
 from .pace import Pace
 from .pool import GroupPool
+from .route_files import RouteFiles
+from .routed import RouteFormat
 from .sample import Sample
 from .scheduler import Scheduler
 from .scoring import Verifiers
@@ -121,6 +123,7 @@ class Controller:
         pool = GroupPool(cursor, pace.capacity, drops_uninformative=pace.refill)
         maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers, turns)
         self.scheduler = Scheduler(cfg, pool, maker)
+        self._routes = _route_files(cfg, pool, maker)
         self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers, turns)
         self._ledger = Ledger(cfg.run_dir)
         self._tables: dict[int, RolloutTable] = {}
@@ -208,6 +211,8 @@ class Controller:
         number = step + 1  # as metrics and checkpoints count: training on batch k completes step k + 1
         self._ledger.write(Entry.of(number, groups, batch))
         log.info("step %d: trained; ledger %s", step, self.ledger)
+        if self._routes:
+            self._routes.remove_later()
         if self._cfg.logging.dump_rollouts:
             path = rollout_file(self._cfg.run_dir, number)
             records = [self._record(group.id) for group in groups]
@@ -236,10 +241,20 @@ class Controller:
         arrays, values = pack_groups(groups)
         return encode(arrays, {"state": state, "groups": values, "rejected": self._prompts.rejected})
 
+    async def save_durably(self) -> bytes:
+        """`save_state`, once all files that it refers to are durable. Raises OSError."""
+        blob = self.save_state()
+        if self._routes:
+            await self._routes.keep(self.scheduler.progress.step, self.scheduler.state_dict()[1])
+        return blob
+
     def restore_state(self, blob: bytes) -> None:
         """Go on from `save_state`. Raises StepConflict after sampling began, DataError for other prompts."""
         arrays, metadata = decode(blob)
-        self.scheduler.load_state_dict(metadata["state"], unpack_groups(arrays, metadata["groups"]))
+        groups = unpack_groups(arrays, metadata["groups"])
+        if self._routes:
+            self._routes.forget_lost(groups)
+        self.scheduler.load_state_dict(metadata["state"], groups)
         step = self.scheduler.progress.step
         self._ledger.truncate_after(step)
         remove_dumps_from(self._cfg.run_dir, step + 1)
@@ -247,6 +262,12 @@ class Controller:
 
     def _record(self, group_id: int) -> PromptRecord:
         return self._prompts.train[self.scheduler.pool.record_index(group_id)]
+
+
+def _route_files(cfg: Config, pool: GroupPool, maker: GroupMaker) -> RouteFiles | None:
+    """None where no routes of experts are kept."""
+    routes = RouteFormat.of(cfg, read_hf_config(cfg.model.path)) if cfg.engine.routed_experts else None
+    return None if routes is None else RouteFiles(cfg.run_dir, routes.store(), pool, maker)
 
 
 def run_controller(cfg: Config, host: str = "127.0.0.1", outlive_term: bool = False) -> None:

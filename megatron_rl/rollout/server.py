@@ -126,7 +126,7 @@ class _Routes:
         return _json({"status": job.status, "message": job.message, "metrics": job.metrics})
 
     async def state(self, _: web.Request) -> web.Response:
-        return _binary(self._controller.save_state())
+        return _binary(await self._controller.save_durably())
 
     async def restore(self, request: web.Request) -> web.Response:
         self._controller.restore_state(await request.read())
