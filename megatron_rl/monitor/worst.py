@@ -15,6 +15,7 @@ COLUMNS = (
     "prompt_id",
     "gap_max_abs",
     "gap_mean_abs",
+    "routing_mismatch",
     "response_tokens",
     "turns",
     "weight_version_first",

@@ -12,33 +12,39 @@ import numpy as np
 from .batch import SequenceBatch
 from .step_batch import LocalUpdate
 
-COLUMNS = ("gap_mean_abs", "gap_max_abs")
+COLUMNS = ("gap_mean_abs", "gap_max_abs", "routing_mismatch")
 
 
 def sequence_gaps(
     updates: Sequence[LocalUpdate], rows: int, total: Callable[[np.ndarray], np.ndarray]
 ) -> dict[str, list[float | None]]:
-    """By name of COLUMNS, a value for each of the step's `rows` samples: |old - behaviour| over its trainable tokens.
+    """By name of COLUMNS, a value for each of the step's `rows` samples: of |old - behaviour| over trainable tokens,
+    and `SequenceBatch.routing_mismatch`.
 
     Args:
         updates: this rank's share of every update of the step, with old and behaviour log-probs.
         rows: samples of the step's table, B.
-        total: adds up float64 [3, B] over data-parallel ranks; called once, by all ranks.
+        total: adds up float64 [5, B] over data-parallel ranks; called once, by all ranks.
 
-    None for a sample that takes no part in the step, or has no trainable token: 0 would be perfect agreement.
+    None for a sample that takes no part in the step, or has no trainable token (or no routes): 0 would be perfect
+    agreement.
 
     Raises:
         ValueError: old or behaviour log-probs are not filled in.
     """
-    found = np.zeros((3, rows), np.float64)
+    found = np.zeros((5, rows), np.float64)
     for local in updates:
         mine = local.update.samples[local.update.local(local.dp_rank)]
         found[0, mine] = local.batch.trainable_counts > 0
-        found[1:, mine] = batch_gaps(local.batch)
-    known, mean, largest = total(found)
+        found[1:3, mine] = batch_gaps(local.batch)
+        if local.batch.routing_mismatch is not None:
+            found[3, mine] = np.isfinite(local.batch.routing_mismatch)
+            found[4, mine] = np.nan_to_num(local.batch.routing_mismatch)
+    known, mean, largest, routed, mismatch = total(found)
+    columns = ((mean, known), (largest, known), (mismatch, routed))
     return {
-        name: [float(value) if is_known else None for value, is_known in zip(values, known, strict=True)]
-        for name, values in zip(COLUMNS, (mean, largest), strict=True)
+        name: [float(value) if is_known else None for value, is_known in zip(values, there, strict=True)]
+        for name, (values, there) in zip(COLUMNS, columns, strict=True)
     }
 
 

@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         ("log_prob_mean", pa.float64()),
         ("gap_mean_abs", pa.float64()),
         ("gap_max_abs", pa.float64()),
+        ("routing_mismatch", pa.float64()),
     ]
 )
 

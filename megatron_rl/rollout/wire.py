@@ -21,8 +21,9 @@ from megatron_rl.routes import RoutePart
 from .sample import Group, Sample, Span
 
 COMPONENT = "component/"
-GAPS = ("gap_mean_abs", "gap_max_abs")
-"""What the trainer tells of each sample: difference of log-probs, trainer to engine, over its trainable tokens."""
+GAPS = ("gap_mean_abs", "gap_max_abs", "routing_mismatch")
+"""What the trainer tells of each sample: difference of log-probs, trainer to engine, over its trainable tokens; and the
+share of (token, layer) with other experts."""
 Gaps = Mapping[str, Sequence[float | None]]
 """By name of GAPS one value for each row of a table; None for one that was not trained on."""
 

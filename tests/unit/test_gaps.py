@@ -80,13 +80,16 @@ def test_every_rank_learns_the_gap_of_every_sample_that_was_trained_on() -> None
     cfg = config(2, updates_per_batch=2)
     updates = plan_step(samples, cfg, step=0)
     rng, shares = np.random.default_rng(1), []
-    expected: dict[int, np.ndarray] = {}
+    expected: dict[int, list[float]] = {}
     for rank in range(2):
         share = []
         for update in updates:
             rows = update.samples[update.local(rank)]
             batch = filled(samples["response_length"][rows] + 1, rng)
-            expected |= dict(zip(rows.tolist(), batch_gaps(batch).T, strict=True))
+            mismatch = rng.random(len(batch)).astype(np.float32)
+            told_of_each = np.stack([*batch_gaps(batch), mismatch], axis=1)
+            expected |= dict(zip(rows.tolist(), told_of_each.tolist(), strict=True))
+            batch = batch.with_arrays(routing_mismatch=mismatch)
             share.append(LocalUpdate(update, rank, batch))
         shares.append(share)
     rows = len(samples["reward"])
@@ -97,7 +100,7 @@ def test_every_rank_learns_the_gap_of_every_sample_that_was_trained_on() -> None
     assert len(expected) < rows
     for row in range(rows):
         told = [found[name][row] for name in GAPS]
-        assert told == pytest.approx(expected[row].tolist()) if row in expected else told == [None, None]
+        assert told == pytest.approx(expected[row]) if row in expected else told == [None] * 3
 
 
 def test_a_sample_without_a_trainable_token_has_no_gap() -> None:
@@ -106,9 +109,10 @@ def test_a_sample_without_a_trainable_token_has_no_gap() -> None:
     batch = filled(table()["response_length"][rows] + 1, np.random.default_rng(2))
     batch.mask[batch.offsets[0] : batch.offsets[1]] = False
     found = sequence_gaps([LocalUpdate(update, 0, batch)], len(table()["reward"]), lambda values: values)
-    for name in GAPS:
+    for name in ("gap_mean_abs", "gap_max_abs"):
         assert found[name][rows[0]] is None
         assert found[name][rows[1]] > 0
+    assert set(found["routing_mismatch"]) == {None}
 
 
 def test_the_dump_holds_the_gaps_of_the_trained_samples_and_ignores_what_was_not_sampled(tmp_path: Path) -> None:
@@ -130,10 +134,12 @@ def test_the_dump_holds_the_gaps_of_the_trained_samples_and_ignores_what_was_not
 
     path = rollout_file(tmp_path, 1)
     path.parent.mkdir()
-    write_dump(path, 1, groups, records, Plain(), {6}, {"gap_mean_abs": [0.25, None], "gap_max_abs": [0.5, None]})
+    gaps = {"gap_mean_abs": [0.25, None], "gap_max_abs": [0.5, None], "routing_mismatch": [0.1, None]}
+    write_dump(path, 1, groups, records, Plain(), {6}, gaps)
     rows = pq.read_table(path).to_pylist()
     assert [row["gap_mean_abs"] for row in rows] == [None, None, 0.25, None]
     assert [row["gap_max_abs"] for row in rows] == [None, None, 0.5, None]
+    assert [row["routing_mismatch"] for row in rows] == [None, None, 0.1, None]
     assert {row["turns"] for row in rows} == {2}
     assert {row["log_prob_mean"] for row in rows} == {-3.0}
 
@@ -143,6 +149,6 @@ def test_the_dump_holds_the_gaps_of_the_trained_samples_and_ignores_what_was_not
 )
 def test_gaps_of_another_table_are_refused(gaps: dict[str, list[float | None]]) -> None:
     require_gaps(None, 1)
-    require_gaps({"gap_mean_abs": [None], "gap_max_abs": [0.0]}, 1)
+    require_gaps({"gap_mean_abs": [None], "gap_max_abs": [0.0], "routing_mismatch": [None]}, 1)
     with pytest.raises(ValueError, match="of 1 samples were expected"):
         require_gaps(gaps, 1)
