@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from tests.contract.servers import NO_SGLANG, SGLANG
 
-from .runs import ROOT, FinishedRun, make_inputs, train
+from .runs import ROOT, FinishedRun, make_inputs, run_tool, train
 
 pytestmark = pytest.mark.e2e
 CONFIG = ROOT / "configs" / "tiny_moe_gspo.yaml"
@@ -103,3 +103,27 @@ def test_sixty_steps_of_gspo_with_replay_learn_to_sort(tmp_path: Path) -> None:
     assert run.result["pass_at_1_after_interval"][0] > run.result["pass_at_1_before_interval"][1]
     assert re.search(r"pass@1 +0\.\d+ +[01]\.\d+", run.output)
     assert max(row["routing/live_rows"] for row in run.steps) == 0
+
+
+@pytest.mark.slow
+def test_the_study_of_ratios_measures_replay_alone(tmp_path: Path) -> None:
+    """With an fp32 engine R2 and R3 are the same sets; before the first update all ratios are 1, the gap is noise."""
+    words = (
+        "--seeds=1",
+        "--warm-up=20",
+        "--prompts=8",
+        "--group-size=4",
+        "--lr",
+        "1e-5",
+        f"--plot={tmp_path / 'x.svg'}",
+    )
+    printed = run_tool("study_moe_ratio.py", *words, timeout=900)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")]
+    table = {(row[0], row[2]): row for row in rows if row[1] == "1e-05"}
+    assert set(table) == {(e, u) for e in ("float32", "bfloat16") for u in ("0", "1", "2", "4", "8")}
+    before, after = table["float32", "0"], table["float32", "8"]
+    assert (before[3], before[4], before[6]) == ("0.00% / 0.00%", "0.0e+00", "0.0e+00")
+    assert max(float(gap) for gap in before[9].split(" / ")) < 1e-5
+    assert len(set(after[5].split(" / "))) == 1
+    assert float(after[4]) > 0
+    assert (tmp_path / "x.svg").read_text("utf-8").count("<polyline") == 6
