@@ -44,6 +44,7 @@ EXTRAS = {
     "cpu": [
         # the embedded generation server: transformers behind SGLang's HTTP contract
         "fastapi>=0.165.0",
+        "huggingface-hub>=1.33.0",  # not in BASE, where tokenizers brings the version that SGLang allows
         "starlette>=1.10.0",
         "transformers>=5.24.0",  # not in BASE: SGLang pins an older one
         "uvicorn>=0.54.0",

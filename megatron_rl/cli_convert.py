@@ -27,11 +27,27 @@ app = typer.Typer(
 )
 _out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
-Source = Annotated[Path, typer.Argument(help="Hugging Face directory, or Megatron checkpoint.", metavar="SRC")]
+
+def _source(name: str) -> Path:
+    from megatron_rl.weights.convert.hub import local_path
+
+    return local_path(name)
+
+
+Source = Annotated[
+    Path,
+    typer.Argument(
+        help="Hugging Face directory or hf://ORGANISATION/MODEL[@REVISION], or Megatron checkpoint.",
+        metavar="SRC",
+        parser=_source,
+    ),
+]
 Target = Annotated[Path, typer.Argument(help="Directory to write; it must not exist.", metavar="DST")]
 HfDir = Annotated[
     Path | None,
-    typer.Option("--hf", help="config.json and tokenizer of a Megatron checkpoint that has none beside it."),
+    typer.Option(
+        "--hf", help="config.json and tokenizer of a Megatron checkpoint that has none beside it.", parser=_source
+    ),
 ]
 Memory = Annotated[str, typer.Option("--max-memory", help="Memory for tensors, such as 512MiB or 8GiB.")]
 AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Go on past NaN and infinity; the tensors are listed.")]
@@ -86,9 +102,10 @@ def hf_to_megatron(
     from megatron_rl.weights.convert.cuts import TargetLayout
     from megatron_rl.weights.convert.opened import open_checkpoint
 
+    opened = open_checkpoint(source, weights_may_be_absent=dry_run)
     layout = TargetLayout(tp, pp, vocab_multiple, vpp, first, last, ep, etp)
     _do(
-        actions.hf_to_megatron(open_checkpoint(source), out, layout, _dtype(dtype)),
+        actions.hf_to_megatron(opened, out, layout, _dtype(dtype)),
         max_memory,
         allow_nan,
         (ranks, gb_per_s) if dry_run else None,
@@ -312,8 +329,11 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, 
     if dry_run:
         for line in describe(plan, *dry_run):
             _out.print(line)
-        check_space(plan.out, plan.size)
-        _out.print(f"dry run: {plan.size:,} bytes of tensors would be read and written to {plan.out}; nothing was")
+        if any(plan.identity["sources"]):
+            check_space(plan.out, plan.size)
+        else:
+            _out.print("the weights are not there: planned from config.json alone")
+        _out.print(f"dry run: {plan.size:,} bytes of tensors would be written to {plan.out}; nothing was")
         return
     done = execute(plan, options)
     if done is None:

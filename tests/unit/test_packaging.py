@@ -25,7 +25,13 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """Functions over 60 lines (`path::name`) and the reason why they stay whole."""
 
-PROVIDED_BY = {"yaml": "pyyaml", "math_verify": "math-verify", "megatron": "megatron-core", "simdjson": "pysimdjson"}
+PROVIDED_BY = {
+    "yaml": "pyyaml",
+    "math_verify": "math-verify",
+    "megatron": "megatron-core",
+    "simdjson": "pysimdjson",
+    "huggingface_hub": "huggingface-hub",
+}
 """Modules whose distribution has another name."""
 NOT_FROM_PYPI = {"transformer_engine", "apex"}
 """Optional modules that come with the NGC image; PyPI's `apex` is an unrelated project."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from megatron_rl.weights.convert.opened import Opened
+from megatron_rl.weights.convert.opened import Absent, Opened
 from megatron_rl.weights.convert.torch_dist import StoredTensor, TorchDistReader
 from megatron_rl.weights.safetensors_file import TensorOnDisk
 
@@ -37,7 +37,8 @@ def describe(source: Opened) -> Listing:
         lines = [_line(tensor, _chunks(tensor)) for _, tensor in sorted(reader.tensors.items())]
         kind = f"Megatron torch_dist, {len(reader.objects)} objects beside the tensors"
     else:
-        lines = [_line(reader[name], reader[name].file.name) for name in sorted(reader.names)]
+        stored = [reader[name] for name in sorted(reader.names)]
+        lines = [_line(tensor, tensor.file.name if isinstance(tensor, TensorOnDisk) else "absent") for tensor in stored]
         kind = "Hugging Face safetensors"
     sizes: Counter[str] = Counter()
     for line in lines:
@@ -52,7 +53,7 @@ def describe(source: Opened) -> Listing:
     )
 
 
-def _line(tensor: StoredTensor | TensorOnDisk, cut: str) -> Line:
+def _line(tensor: StoredTensor | TensorOnDisk | Absent, cut: str) -> Line:
     size = prod(tensor.shape) * tensor.dtype.itemsize
     return Line(tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), size, cut)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config import HfConfig, read_hf_config
 from megatron_rl.weights import WeightsError
@@ -34,13 +35,13 @@ class Opened:
     """
 
     path: Path
-    reader: SafetensorsReader | TorchDistReader
+    reader: SafetensorsReader | TorchDistReader | AbsentReader
     companions: Path | None
 
     @property
     def is_hf(self) -> bool:
         """Whether this is a Hugging Face directory."""
-        return isinstance(self.reader, SafetensorsReader)
+        return not isinstance(self.reader, TorchDistReader)
 
     @property
     def identity(self) -> list[Any]:
@@ -64,7 +65,7 @@ class Opened:
 
     def stored(self) -> Mapping[str, Rows | Sequence[Rows]]:
         """Every tensor by its own name; one of Megatron's layers as the sequence of its layers."""
-        if isinstance(self.reader, SafetensorsReader):
+        if not isinstance(self.reader, TorchDistReader):
             return {name: self.reader[name] for name in sorted(self.reader.names)}
         return {name: tensor.planes for name, tensor in sorted(self.reader.tensors.items())}
 
@@ -73,22 +74,17 @@ class Opened:
 
         None: the dtype that config.json names, in which the model computes.
         """
-        assert isinstance(self.reader, SafetensorsReader)
+        assert not isinstance(self.reader, TorchDistReader)
         tensors: dict[str, Rows] = {name: self.reader[name] for name in sorted(self.reader.names)}
         for name in [name for name in tensors if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in tensors]:
             scales, values = tensors.pop(name), tensors[name.removesuffix(SUFFIX)]
             found = Dequantised(cast(Source, values), cast(Source, scales))
-            tensors[values.name] = cast_rows(cast(Rows, found), dtype or self._computes_in())
+            tensors[values.name] = cast_rows(cast(Rows, found), dtype or computes_in(self.companions))
         return tensors
-
-    def _computes_in(self) -> torch.dtype:
-        raw = {} if self.companions is None else json.loads((self.companions / CONFIG).read_text())
-        found = getattr(torch, str(raw.get("torch_dtype") or raw.get("dtype")), None)
-        return found if found in FLOATS else torch.bfloat16
 
     def left_out(self) -> list[str]:
         """Tensors of a Hugging Face directory that a Megatron checkpoint has no place for, such as another head's."""
-        if not isinstance(self.reader, SafetensorsReader):
+        if isinstance(self.reader, TorchDistReader):
             return []
         hf = self.hf()
         return sorted(self.reader.names - family_of(hf).hf_names(hf) - family_of(hf).tied_names())
@@ -112,11 +108,52 @@ class Opened:
         return {name: tensors[name] for name in family_of(hf).hf_shapes(hf)}
 
 
-def open_checkpoint(path: Path, hf_dir: Path | None = None) -> Opened:
+def computes_in(path: Path | None) -> torch.dtype:
+    """The dtype that the config.json in a directory names; bfloat16 where it names none that weights may have."""
+    raw = {} if path is None else json.loads((path / CONFIG).read_text())
+    found = getattr(torch, str(raw.get("torch_dtype") or raw.get("dtype")), None)
+    return found if found in FLOATS else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A tensor of which only name, shape and dtype are known."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Raises WeightsError."""
+        raise WeightsError(
+            f"{self.name}: the weights are not there, only config.json; with --dry-run give a speed by --gb-per-s"
+        )
+
+
+class AbsentReader:
+    """The tensors that a directory with nothing but a config.json would hold."""
+
+    def __init__(self, path: Path) -> None:
+        hf = read_hf_config(path)
+        dtype = computes_in(path)
+        self.files: list[Path] = []
+        self._tensors = {name: Absent(name, shape, dtype) for name, shape in family_of(hf).hf_shapes(hf).items()}
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor's name."""
+        return set(self._tensors)
+
+    def __getitem__(self, name: str) -> Absent:
+        return self._tensors[name]
+
+
+def open_checkpoint(path: Path, hf_dir: Path | None = None, weights_may_be_absent: bool = False) -> Opened:
     """Open a Hugging Face directory or a Megatron checkpoint.
 
     Args:
         hf_dir: where config.json and the tokenizer are, for a Megatron checkpoint that does not say.
+        weights_may_be_absent: be content with a config.json, for a plan.
 
     Raises:
         WeightsError: neither, or damaged.
@@ -124,6 +161,8 @@ def open_checkpoint(path: Path, hf_dir: Path | None = None) -> Opened:
     if not path.is_dir():
         raise WeightsError(f"{path}: no such directory; give a Hugging Face directory or a Megatron checkpoint")
     folder = find_torch_dist(path)
+    if folder is None and weights_may_be_absent and (path / CONFIG).is_file() and not any(path.glob("*.safetensors*")):
+        return Opened(path, AbsentReader(path), path)
     if folder is None:
         return Opened(path, SafetensorsReader(path), hf_dir or (path if (path / CONFIG).is_file() else None))
     beside = [candidate / HF for candidate in (path, folder, folder.parent) if (candidate / HF / CONFIG).is_file()]

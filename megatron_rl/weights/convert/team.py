@@ -7,6 +7,7 @@ or has written nothing for `STALE_S` seconds.
 
 from __future__ import annotations
 
+import heapq
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -138,15 +139,15 @@ ALONE = Team()
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Positions in `sizes` for each rank, in order: the next one always goes to the rank with the fewest bytes.
+    """Positions in `sizes` for each rank, in order: the largest that is left goes to the rank with the fewest bytes.
 
     >>> shares([5, 5, 5, 1, 4], 2)
     [[0, 2], [1, 3, 4]]
     """
     found: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for position, size in enumerate(sizes):
-        rank = loads.index(min(loads))
+    loads = [(0, rank) for rank in range(ranks)]
+    for position in sorted(range(len(sizes)), key=lambda position: -sizes[position]):
+        load, rank = heapq.heappop(loads)
         found[rank].append(position)
-        loads[rank] += size
-    return found
+        heapq.heappush(loads, (load + sizes[position], rank))
+    return [sorted(positions) for positions in found]
