@@ -34,6 +34,7 @@ from megatron_rl.rollout.endpoint import engine_logs, engine_urls
 from megatron_rl.rollout.ledger import Ledger, LedgerError
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
+from megatron_rl.routes import RoutesError
 from megatron_rl.session import Session
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.version_dir import discard_versions_after
@@ -53,6 +54,7 @@ EXPECTED_ERRORS = (
     PolicyError,
     RankZeroError,
     ReportError,
+    RoutesError,
     StageError,
     WeightsError,
 )

@@ -14,6 +14,8 @@ from .schema import Config
 from .shards import Shard, num_parameters, shard, stage_layers, vocabulary_rows
 
 GIB = 2**30
+ROUTE_CPU_S = 2.6e-9
+"""From an engine's answer through a file to a rank, CPU seconds for one expert of one token in one layer."""
 Row = tuple[str, str, str]
 
 
@@ -254,6 +256,11 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
             "routes on disk",
             _gib(numbers * width),
             f"{layers} layers x {hf.moe.top_k} experts x {width} byte(s) a token",
+        ),
+        (
+            "CPU time for routes",
+            f"{numbers * ROUTE_CPU_S:,.1f} s",
+            f"of all client workers and readers; {ROUTE_CPU_S * 1e9:g} ns a number: tools/bench_routes.py",
         ),
         ("routes read by a trainer rank", _gib(read), f"its {most} layers of its tokens; read again in the update"),
     ]
