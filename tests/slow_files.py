@@ -89,6 +89,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tools/bench_client.py",
         "tools/bench_common.py",
         "tools/bench_partial.py",
+        "tools/bench_routes.py",
     ),
     "tests/e2e/test_smollm2.py": ("configs/smollm2", "megatron_rl/weights/", "tools/fetch_smollm2.py"),
     "tests/e2e/test_convert_smollm2.py": ("megatron_rl/weights/", "megatron_rl/verify.py", "tools/fetch_smollm2.py"),

@@ -23,6 +23,14 @@ def test_client_benchmark_prints_a_ratio_for_each_length_and_the_slope_of_memory
     assert re.search(r"slope [+-]\d+\.\d\d MiB/min", run_tool("bench_client.py", *words, "--soak", "3"))
 
 
+def test_routes_benchmark_prints_bytes_and_cpu_time_beside_those_of_json() -> None:
+    words = ["--layers", "6", "--top-k", "4", "--experts", "32", "--tokens", "64", "--rounds", "1"]
+    said = run_tool("bench_routes.py", *words, "--sequences", "10", "--length", "100")
+    assert re.search(r"pack: written +24 +\S+ +0\.0", said)
+    assert re.search(r"answer: base64, checked +128 ", said)
+    assert re.search(r"ours / JSON: CPU \d+\.\d+, bytes sent \d\.\d\d", said)
+
+
 PARTIAL = ("--groups", "8", "--group-size", "4", "--median", "16", "--layers", "2", "--engines", "1", "--steps", "24")
 TOO_UNLIKELY = 1e-4
 """Draws decide here: at the 0.01 of the tool, three tests in a hundred would fail for nothing."""
