@@ -110,8 +110,8 @@ class Publisher:
         self._interrupted, self._stop_arrives = interrupted, stop_arrives
         self._weights = RunDir(cfg.run_dir).weights
         self._kind = choose_transport(cfg, device().type == "cuda")
-        dtype = cfg.model.dtype if cfg.engine.dtype == "model" else cfg.engine.dtype
-        self._dtype, self._bucket_bytes = getattr(torch, dtype), cfg.engine.bucket_mib * MIB
+        self._dtype = getattr(torch, cfg.engine.weights_dtype(cfg.model.dtype))
+        self._bucket_bytes = cfg.engine.bucket_mib * MIB
         self._disk = Disk(
             policy.chunks, policy.hf, cfg.model.path, self._weights, self._dtype, self._bucket_bytes, self._load
         )

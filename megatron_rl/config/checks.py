@@ -8,17 +8,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .base import ConfigError
 from .hf_config import HfConfig, read_hf_config
 from .layout_checks import layout_problems
 from .moe_checks import routing_problems
+from .quantised import quantisation_problems, stored_in_blocks
 from .schema import Config
 
 WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
-"""Number formats of weights, as safetensors names them; others need scales that a plain conversion would ignore."""
+"""Number formats of weights, as safetensors names them; others need scales."""
 
 
 def check(cfg: Config, with_files: bool = True) -> HfConfig:
@@ -44,6 +45,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
         _environment(cfg),
         _off_policy(cfg),
         _weight_transport(cfg),
+        quantisation_problems(cfg),
         routing_problems(cfg, hf),
     )
     problems = [problem for found in checks for problem in found]
@@ -63,11 +65,12 @@ def _weights(cfg: Config) -> Iterator[str]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{index}: not a valid index ({error!r}); copy the file from the model again"
             return
+    allowed = (*WEIGHT_DTYPES, "F8_E4M3") if stored_in_blocks(folder) else WEIGHT_DTYPES
     for name in names:
-        yield from _safetensors(folder / name)
+        yield from _safetensors(folder / name, allowed)
 
 
-def _safetensors(file: Path) -> Iterator[str]:
+def _safetensors(file: Path, allowed: Sequence[str]) -> Iterator[str]:
     again = "copy the file from the model again"
     if not file.is_file():
         yield f"model.path: {file} is missing; {again}"
@@ -81,7 +84,7 @@ def _safetensors(file: Path) -> Iterator[str]:
         entries = json.loads(header)
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        quantised = sorted(name for name, entry in tensors.items() if entry["dtype"] not in WEIGHT_DTYPES)
+        quantised = sorted(name for name, entry in tensors.items() if entry["dtype"] not in allowed)
     except (ValueError, KeyError, TypeError, AttributeError):
         yield f"model.path: {file} is not a complete safetensors file ({size} bytes, unreadable header); {again}"
         return
@@ -90,7 +93,7 @@ def _safetensors(file: Path) -> Iterator[str]:
     if quantised:
         yield (
             f"model.path: {file} holds {quantised[0]} as {tensors[quantised[0]]['dtype']}; only "
-            f"{', '.join(WEIGHT_DTYPES)} can be trained; use a model that is not quantised"
+            f"{', '.join(allowed)} can be trained; use a model that is not quantised"
         )
 
 

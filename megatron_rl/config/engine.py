@@ -27,8 +27,9 @@ class EngineConfig(Section):
     """Servers to start."""
     max_running_requests: int = Field(512, ge=1)
     """Sequences that one server decodes at once."""
-    dtype: Literal["float32", "bfloat16", "model"] = "model"
-    """Number format of the server's weights; `model` = model.dtype."""
+    dtype: Literal["float32", "bfloat16", "float8", "model"] = "model"
+    """Number format of the server's weights; `model` = model.dtype. float8 (SGLang): matrices of layers in blocks of
+    128 x 128 with scales, as in model.path; the rest, and what it computes in, is bfloat16."""
     ready_timeout_s: Seconds = 300.0
     """Deadline for a started server to answer."""
     silent_timeout_s: Seconds = 300.0
@@ -73,6 +74,14 @@ class EngineConfig(Section):
     extra_args: list[str] = Field(default_factory=list)
     """SGLang: further words of its command line, which win over ours, such as [--speculative-algorithm, EAGLE]."""
 
+    def weights_dtype(self, model_dtype: str) -> str:
+        """In which the weights leave, as torch names it, where `model_dtype` is section `model`'s."""
+        return {"model": model_dtype, "float8": "float8_e4m3fn"}.get(self.dtype, self.dtype)
+
+    def compute_dtype(self, model_dtype: str) -> Literal["float32", "bfloat16"]:
+        """In which the server computes, likewise."""
+        return "float32" if self.weights_dtype(model_dtype) == "float32" else "bfloat16"
+
     def read_api_key(self, run_dir: str | Path) -> str | None:
         """The bearer token of the servers: that of `api_key_file`, else the run's own. None = they want none.
 
@@ -97,6 +106,8 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _only_for_sglang(self) -> EngineConfig:
         if self.kind == "embedded":
+            if self.dtype == "float8":
+                raise ValueError("dtype=float8 needs kind: sglang; the embedded engine knows no blocks of fp8")
             for name, field in type(self).model_fields.items():
                 if (field.description or "").startswith("SGLang: ") and getattr(self, name) != field.get_default(
                     call_default_factory=True

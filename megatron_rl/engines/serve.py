@@ -93,7 +93,6 @@ def options_from_config(
 
     `port` is reserved by the engine's supervisor.
     """
-    dtype = cfg.model.dtype if cfg.engine.dtype == "model" else cfg.engine.dtype
     run_dir = Path(cfg.run_dir).absolute()
     weights = to_start_with(run_dir, replica, staged) or CurrentWeights(0, cfg.model.path)
     return EmbeddedOptions(
@@ -104,7 +103,7 @@ def options_from_config(
         weight_version=str(weights.version),
         weights_checksum=weights.checksum,
         endpoint_file=str(run_dir / "endpoints" / f"engine-{replica}.json"),
-        dtype=dtype,
+        dtype=cfg.engine.compute_dtype(cfg.model.dtype),
         api_key=cfg.engine.read_api_key(run_dir),
         max_running_requests=cfg.engine.max_running_requests + (SPARE_ROWS if cfg.rollout.mode == "async" else 0),
         deterministic=cfg.deterministic,

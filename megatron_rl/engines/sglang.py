@@ -58,7 +58,7 @@ def sglang_from_config(
         api_key=e.read_api_key(run_dir),
         weight_version=str(weights.version),
         weights_checksum=weights.checksum,
-        dtype=cfg.model.dtype if e.dtype == "model" else e.dtype,
+        dtype=e.compute_dtype(cfg.model.dtype),
         max_running_requests=e.max_running_requests + (SPARE_ROWS if cfg.rollout.mode == "async" else 0),
         context_length=max(longest + SPARE_TOKENS, WARM_UP_TOKENS),
         tp=e.tp,
