@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe"},
     "qwen3_moe-dense-layer": {"family": "qwen3_moe", "mlp_only_layers": [1], "tied": True},
     "mixtral": {"family": "mixtral"},
+    "deepseek_v3": {"family": "deepseek_v3"},
 }
 CUTS = {
     "qwen3_moe": TargetLayout(2, 2, expert=2),

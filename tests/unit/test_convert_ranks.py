@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed import TCPStore
 
 from megatron_rl.cli_convert_run import is_launched
@@ -108,21 +109,21 @@ def test_after_a_killed_rank_another_number_of_ranks_goes_on(hf: Path, tmp_path:
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_what_is_wrong_on_one_rank_ends_all_with_its_message(hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_what_is_wrong_on_one_rank_ends_all_with_its_message(tensor: str, tmp_path: Path) -> None:
     tensors = write_model(tmp_path / "bad")
-    tensors["lm_head.weight"][3, 3] = float("nan")
-    from safetensors.torch import save_file
-
+    tensors[tensor][3, 3] = float("nan")
     save_file(tensors, tmp_path / "bad" / "model.safetensors")
 
     def run(team: Team) -> None:
         plan = actions.hf_to_megatron(open_checkpoint(tmp_path / "bad"), tmp_path / "out", TargetLayout(1, 2), None)
         plan.run(Options(LEAST_MEMORY), Silent(), team)
 
-    first, second = (str(error) for error in as_ranks(2, run))
-    assert "output_layer.weight: NaN or infinity" in second
-    assert "rank 1: output_layer.weight: NaN or infinity" in first
-    assert "(rank 0 ends with it)" in first
+    messages = [str(error) for error in as_ranks(2, run)]
+    failed = next(rank for rank, message in enumerate(messages) if "ends with it" not in message)
+    assert "weight: NaN or infinity" in messages[failed]
+    assert f"rank {failed}: {messages[failed]}" in messages[1 - failed]
+    assert f"(rank {1 - failed} ends with it)" in messages[1 - failed]
 
 
 def test_ranks_with_other_commands_do_not_mix(hf: Path, tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import heapq
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from megatron_rl.weights import WeightsError
 
 STALE_S = 900.0
 """A rank that has not told of a byte for so long is taken for lost."""
-_POLL_S, _TELL_S = 0.05, 0.5
+_POLL_S, _TELL_S, _LAST_S = 0.05, 0.5, 10.0
 _FAILED = "failed"
 
 
@@ -87,9 +87,19 @@ class Team:
         try:
             yield
         except BaseException as error:
-            if self._store is not None and not isinstance(error, _OtherRankError):
-                self._set(_FAILED, f"rank {self.rank}: {error or type(error).__name__}")
+            if self._store is not None:
+                self._say_why(error)
             raise
+
+    def _say_why(self, error: BaseException) -> None:
+        """Rank 0 stays a moment, until the others have heard it: its store ends with it."""
+        with suppress(_OtherRankError):
+            if not isinstance(error, _OtherRankError):
+                self._set(_FAILED, f"rank {self.rank}: {error or type(error).__name__}")
+            self._set(f"left/{self.rank}", True)
+            others, until = [f"left/{rank}" for rank in range(1, self.size)], time.monotonic() + min(_LAST_S, self._stale_s)
+            while self.rank == 0 and time.monotonic() < until and not self._ask(lambda store: store.check(others)):
+                time.sleep(_POLL_S)
 
     def leave(self) -> None:
         """The last word: rank 0, which holds the store, goes when all others have gone. Collective."""
