@@ -24,6 +24,9 @@ TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 DP2 = {"data_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+FROZEN = "e_score_correction_bias"
+"""What is exported beside the parameters, and has no gradient."""
 
 
 def make_config(
@@ -105,10 +108,14 @@ def gradients(policy: Policy) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    shared = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group()
     for chunk in policy._wrapped:
-        if chunk.ddp_config.use_distributed_optimizer:  # each rank has the sum of its own share only
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            for bucket in (bucket for part in chunk.bucket_groups for bucket in part.buckets):
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        # Each rank has the sum of its own share only.
+        for group, parts in ((shared, chunk.bucket_groups), (experts, chunk.expert_parallel_bucket_groups)):
+            for bucket in (bucket for part in parts for bucket in part.buckets):
                 mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
@@ -116,7 +123,17 @@ def gradients(policy: Policy) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
-        result = {name: tensor.float().clone().numpy() for name, tensor in policy.export()}
+        exported = ((name, tensor) for name, tensor in policy.export() if not name.endswith(FROZEN))
+        result = {name: tensor.float().clone().numpy() for name, tensor in exported}
         for parameter, values in zip(parameters, held, strict=True):
             parameter.copy_(values)
     return result
+
+
+def saved_gradients(model: Any, folder: Path) -> dict[str, Any]:
+    """The gradients of a transformers model under the names of checkpoints, where each expert has its own tensors."""
+    from safetensors.torch import load_file
+
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.save_pretrained(folder, state_dict=found)
+    return {name: tensor.numpy() for name, tensor in load_file(folder / "model.safetensors").items()}

@@ -2,12 +2,14 @@
 
 The reference is computed in the test's own process: transformers' model, one sequence after another, and autograd.
 Every layout must agree with it and with the unsplit run. Each scaling that `policy/forward.py` switches off would show
-here: sums over data-parallel ranks and micro-batches would become means.
+here: sums over data-parallel ranks and micro-batches would become means. So would gradients of experts that are summed
+over the group of the others, and a gradient norm that counts the experts of one expert-parallel rank only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,20 @@ import pytest
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.policy.batch import SequenceBatch
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import CP2, DP2, PP2, TP2, gradients, layout, local_part, make_batch, make_config
-from tests.tiny import tiny_model
+from tests.parallel.policy_setup import (
+    CP2,
+    DP2,
+    EP2,
+    PP2,
+    TP2,
+    gradients,
+    layout,
+    local_part,
+    make_batch,
+    make_config,
+    saved_gradients,
+)
+from tests.tiny import MOE_SETTINGS, tiny_model
 from tests.worst import worst
 
 pytestmark = pytest.mark.parallel
@@ -25,6 +39,9 @@ pytestmark = pytest.mark.parallel
 VOCAB = 300  # not a multiple of 128: the embedding is padded
 SPEC = LossSpec(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01)
 TOLERANCE = 1e-5
+SP = {"sequence_parallel": True}
+ETP2 = {"expert_tensor_parallel_size": 2}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 
 
 @dataclass(frozen=True)
@@ -32,46 +49,84 @@ class Case:
     """One way to split the same update. `max_tokens` of 24 makes several micro-batches per rank."""
 
     parallel: dict[str, Any]
-    tied: bool = False
+    model: str = "qwen3"
     max_tokens: int = 256
     alone: bool = False
     dtype: str = "float32"
 
 
-CASES = {
-    "one_rank": Case({}, alone=True),
-    "one_rank_tied": Case({}, tied=True, alone=True),
+TWO_RANKS = {
+    "one_rank_qwen3": Case({}, alone=True),
+    "one_rank_tied": Case({}, model="tied", alone=True),
+    "one_rank_qwen3_moe": Case({}, model="qwen3_moe", alone=True),
+    "one_rank_mixtral": Case({}, model="mixtral", alone=True),
+    "one_rank_deepseek_v3": Case({}, model="deepseek_v3", alone=True),
     "one_rank_microbatches": Case({}, max_tokens=24, alone=True),
     "tp2": Case(TP2),
     "tp2_microbatches": Case(TP2, max_tokens=24),
-    "tp2_sequence_parallel": Case(TP2 | {"sequence_parallel": True}, max_tokens=48),
-    "tp2_sequence_parallel_tied": Case(TP2 | {"sequence_parallel": True}, tied=True),
+    "tp2_sequence_parallel": Case(TP2 | SP, max_tokens=48),
+    "tp2_sequence_parallel_tied": Case(TP2 | SP, model="tied"),
     "tp2_recompute_full": Case(TP2 | {"recompute": "full"}),
     "tp2_recompute_selective": Case(TP2 | {"recompute": "selective", "sequence_parallel": True}),
-    "tp2_tied": Case(TP2, tied=True),
+    "tp2_tied": Case(TP2, model="tied"),
     "pp2": Case(PP2),
     "pp2_microbatches": Case(PP2, max_tokens=24),
-    "pp2_tied": Case(PP2, tied=True, max_tokens=48),
-    "pp2_interleaved": Case(PP2 | {"virtual_pipeline_model_parallel_size": 2}, max_tokens=24),
+    "pp2_tied": Case(PP2, model="tied", max_tokens=48),
+    "pp2_interleaved": Case(PP2 | VPP2, max_tokens=24),
     "cp2": Case(CP2),
     "cp2_microbatches": Case(CP2, max_tokens=24),
-    "cp2_tied": Case(CP2, tied=True),
+    "cp2_tied": Case(CP2, model="tied"),
     "cp2_recompute_full": Case(CP2 | {"recompute": "full"}, max_tokens=48),
     "cp2_recompute_selective": Case(CP2 | {"recompute": "selective"}),
     "dp2": Case(DP2),
     "dp2_microbatches": Case(DP2, max_tokens=24),
     "dp2_whole_optimizer": Case(DP2 | {"use_distributed_optimizer": False}),
     "tp2_bf16": Case(TP2, dtype="bfloat16"),
+    "ep2": Case(DP2 | EP2, "qwen3_moe", max_tokens=24),
+    "ep2_whole_optimizer": Case(DP2 | EP2 | {"use_distributed_optimizer": False}, "qwen3_moe"),
+    "dp2_experts": Case(DP2, "qwen3_moe", max_tokens=48),
+    "tp2_ep2": Case(TP2 | SP | EP2, "qwen3_moe", max_tokens=48),
+    "tp2_ep2_recompute_full": Case(TP2 | SP | EP2 | {"recompute": "full"}, "qwen3_moe"),
+    "tp2_experts": Case(TP2 | SP, "qwen3_moe"),
+    "tp2_etp2": Case(TP2 | SP | ETP2, "qwen3_moe", max_tokens=48),
+    "pp2_interleaved_experts": Case(PP2 | VPP2, "qwen3_moe", max_tokens=24),
+    "mixtral_ep2": Case(DP2 | EP2, "mixtral", max_tokens=48),
+    "mixtral_tp2_ep2": Case(TP2 | SP | EP2, "mixtral"),
+    "deepseek_v3_ep2": Case(DP2 | EP2, "deepseek_v3", max_tokens=48),
+    "deepseek_v3_tp2_ep2": Case(TP2 | SP | EP2 | {"recompute": "selective"}, "deepseek_v3", max_tokens=48),
+    "deepseek_v3_tp2_etp2": Case(TP2 | SP | ETP2, "deepseek_v3"),
+    "cp2_ep2": Case(CP2 | EP2, "qwen3_moe", max_tokens=48),
+    "deepseek_v3_cp2": Case(CP2, "deepseek_v3", max_tokens=48),
+    "deepseek_v3_pp2": Case(PP2 | {"num_layers_in_first_pipeline_stage": 1}, "deepseek_v3", max_tokens=48),
 }
+FOUR_RANKS = {
+    "ep4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "qwen3_moe", max_tokens=24),
+    "dp4_ep2": Case({"data_parallel_size": 4} | EP2, "qwen3_moe"),
+    "tp2_dp2_ep2": Case(TP2 | SP | DP2 | EP2, "qwen3_moe", max_tokens=48),
+    "tp2_dp2_ep4": Case(TP2 | SP | DP2 | {"expert_model_parallel_size": 4}, "qwen3_moe"),
+    "tp2_dp2_etp2_ep2": Case(TP2 | SP | DP2 | ETP2 | EP2, "qwen3_moe", max_tokens=48),
+    "pp2_ep2": Case(PP2 | DP2 | EP2, "qwen3_moe", max_tokens=24),
+    "tp2_cp2_ep2": Case(TP2 | SP | CP2 | EP2, "qwen3_moe", max_tokens=48),
+    "deepseek_v3_tp2_cp2_ep4": Case(TP2 | SP | CP2 | {"expert_model_parallel_size": 4}, "deepseek_v3", max_tokens=48),
+    "pp2_ep2_interleaved": Case(PP2 | DP2 | EP2 | VPP2, "qwen3_moe", max_tokens=24),
+    "pp2_tp2_ep2": Case(PP2 | TP2 | SP | EP2, "qwen3_moe", max_tokens=48),
+    "pp2_ep2_uneven": Case(PP2 | DP2 | EP2 | {"num_layers_in_last_pipeline_stage": 1}, "qwen3_moe", max_tokens=48),
+    "mixtral_pp2_ep2": Case(PP2 | DP2 | EP2, "mixtral"),
+    "deepseek_v3_pp2_tp2_ep2": Case(PP2 | TP2 | SP | EP2, "deepseek_v3", max_tokens=48),
+    "deepseek_v3_ep4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "deepseek_v3"),
+}
+"""With experts only; the launch of two ranks has the unsplit runs."""
+BY_SIZE = {2: TWO_RANKS, 4: FOUR_RANKS}
+CASES = TWO_RANKS | FOUR_RANKS
 SPLIT = [name for name, case in CASES.items() if not case.alone and case.dtype == "float32"]
 EXACT = [name for name, case in CASES.items() if case.dtype == "float32"]
 
 
-def run_cases(paths: dict[bool, str], batches: dict[bool, SequenceBatch]) -> dict[str, Any]:
-    """In a rank: every case in turn."""
+def run_cases(size: int, paths: dict[str, str], batches: dict[str, SequenceBatch]) -> dict[str, Any]:
+    """In a rank: every case of so many ranks in turn."""
     from megatron_rl.policy import distributed
 
-    results = {name: _run_case(case, paths[case.tied], batches[case.tied]) for name, case in CASES.items()}
+    results = {name: _run_case(case, paths[case.model], batches[case.model]) for name, case in BY_SIZE[size].items()}
     distributed.shutdown()
     return results
 
@@ -154,26 +209,41 @@ def transformers_reference(path: str) -> Reference:
         behaviour_log_probs=torch.from_numpy(batch.behaviour_log_probs),
     )
     metrics = finalise_metrics({**sums, "loss": loss.detach()}, BatchCounts.of(batch.trainable_counts))
-    found = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    return Reference(batch, np.where(batch.mask, plain, 0), np.where(batch.mask, ent.detach(), 0), metrics, found)
+    masked = [np.where(batch.mask, values, 0) for values in (plain, ent.detach().numpy())]
+    return Reference(batch, *masked, metrics, saved_gradients(model, Path(path) / "gradients"))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"family": "qwen3"},
+    "tied": {"family": "qwen3", "tied": True},
+    **{family: {"family": family} for family in MOE_SETTINGS},
+}
+Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory) -> dict[bool, Reference]:
+def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     return {
-        tied: transformers_reference(str(tiny_model(folder / f"tied-{tied}", tied=tied, vocab_size=VOCAB, layers=4)))
-        for tied in (False, True)
+        name: str(tiny_model(folder / name, vocab_size=VOCAB, layers=4, **settings))
+        for name, settings in MODELS.items()
     }
 
 
 @pytest.fixture(scope="module")
-def results(references, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+def references(paths: dict[str, str]) -> dict[str, Reference]:
+    return {name: transformers_reference(path) for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def results(paths: dict[str, str], references: dict[str, Reference]) -> Results:
     """Case -> what each rank found."""
-    folder = tmp_path_factory.getbasetemp()
-    paths = {tied: str(next(folder.glob(f"models*/tied-{tied}"))) for tied in (False, True)}
-    by_rank = run_ranks(2, run_cases, paths, {tied: r.batch for tied, r in references.items()}, timeout=240)
-    return {name: [rank[name] for rank in by_rank] for name in CASES}
+    batches = {name: reference.batch for name, reference in references.items()}
+    found = {}
+    for size, cases in BY_SIZE.items():
+        by_rank = run_ranks(size, run_cases, size, paths, batches, timeout=240)
+        found |= {name: [rank[name] for rank in by_rank] for name in cases}
+    return found
 
 
 def whole_gradients(ranks: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -188,12 +258,13 @@ def in_order(ranks: list[dict[str, Any]], key: str, count: int) -> list[np.ndarr
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    difference, scale = np.abs(found - expected).max(), np.abs(expected).max()
+    return float(difference / scale) if scale else float(difference)  # an expert without tokens has no gradient
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_log_probs_and_entropy_are_those_of_transformers(name, results, references):
-    reference = references[CASES[name].tied]
+    reference = references[CASES[name].model]
     for key, expected in (("log_probs", reference.log_probs), ("entropy", reference.entropy)):
         found = np.concatenate(in_order(results[name], key, len(reference.batch)))
         assert np.abs(found - expected).max() <= TOLERANCE, key
@@ -201,7 +272,7 @@ def test_log_probs_and_entropy_are_those_of_transformers(name, results, referenc
 
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_are_those_of_transformers(name, results, references):
-    expected, found = references[CASES[name].tied].gradients, whole_gradients(results[name])
+    expected, found = references[CASES[name].model].gradients, whole_gradients(results[name])
     assert found.keys() == expected.keys()
     errors = {key: relative_error(found[key], expected[key]) for key in expected}
     assert worst(errors.values()) <= TOLERANCE, errors
@@ -209,14 +280,14 @@ def test_gradients_are_those_of_transformers(name, results, references):
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_gradients_equal_those_of_one_rank(name, results):
-    expected = whole_gradients(results["one_rank_tied" if CASES[name].tied else "one_rank"])
+    expected = whole_gradients(results[f"one_rank_{CASES[name].model}"])
     errors = {key: relative_error(values, expected[key]) for key, values in whole_gradients(results[name]).items()}
     assert worst(errors.values()) <= TOLERANCE, errors
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_metrics_are_those_of_the_whole_batch_on_every_rank(name, results, references):
-    expected = references[CASES[name].tied].metrics
+    expected = references[CASES[name].model].metrics
     for rank in results[name]:
         for key, value in expected.items():
             assert rank["metrics"][key] == pytest.approx(value, abs=TOLERANCE * max(1, abs(value))), key
@@ -225,28 +296,28 @@ def test_metrics_are_those_of_the_whole_batch_on_every_rank(name, results, refer
 
 @pytest.mark.parametrize("name", EXACT)
 def test_gradient_norm_is_that_of_the_whole_model(name, results, references):
-    norms = [np.linalg.norm(values.astype(np.float64)) for values in references[CASES[name].tied].gradients.values()]
+    norms = [np.linalg.norm(values.astype(np.float64)) for values in references[CASES[name].model].gradients.values()]
     for rank in results[name]:
         assert rank["grad_norm"] == pytest.approx(np.linalg.norm(norms), rel=TOLERANCE)
 
 
 def test_every_loss_term_and_clip_takes_part(references):
     """The comparison above would prove little if nothing were clipped or the KL were 0."""
-    metrics = references[False].metrics
+    metrics = references["qwen3"].metrics
     for name in ("clip_fraction_high", "clip_fraction_low", "clip_fraction_dual", "kl_reference", "entropy"):
         assert metrics[f"policy/{name}"] > 0.01, name
     assert abs(metrics["policy/loss"]) > 0.1
 
 
 def test_small_caps_make_several_microbatches(results):
-    assert results["one_rank"][0]["microbatches"] == 1
+    assert results["one_rank_qwen3"][0]["microbatches"] == 1
     assert results["dp2_microbatches"][0]["microbatches"] >= 3
     assert results["tp2_microbatches"][0]["microbatches"] >= 5
     assert results["pp2_interleaved"][0]["microbatches"] % 2 == 0
 
 
 def test_bf16_stays_near_fp32(results, references):
-    metrics, reference = results["tp2_bf16"][0]["metrics"], references[False]
+    metrics, reference = results["tp2_bf16"][0]["metrics"], references["qwen3"]
     assert metrics["policy/entropy"] == pytest.approx(reference.metrics["policy/entropy"], rel=0.02)
     assert results["tp2_bf16"][0]["grad_norm"] == pytest.approx(results["tp2"][0]["grad_norm"], rel=0.1)
     found = np.concatenate(in_order(results["tp2_bf16"], "log_probs", len(reference.batch)))
