@@ -90,6 +90,8 @@ def _merge(below: DictConfig, above: DictConfig, source: str) -> DictConfig:
         )
     # OmegaConf would keep the value below and say nothing.
     _refuse_open([key for key in _open_keys(above) if _is_given(below, key)], source)
+    if OmegaConf.select(above, "rollout.environment_args") == {}:  # which would add nothing: it takes away
+        below = OmegaConf.merge(below, {"rollout": {"environment_args": None}})  # type: ignore[assignment]
     return OmegaConf.merge(below, above)  # type: ignore[return-value]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -31,8 +32,8 @@ class RolloutConfig(Section):
     dynamic_sampling: Literal["off", "refill", "mask"] = "off"
     """Groups whose answers are all right or all wrong: kept, replaced by fresh ones, or masked out of the loss."""
     oversample: float = Field(1.0, ge=1)
-    """Groups at work at once for one batch, as a multiple of groups_per_step; with partial_rollouts as many responses as
-    these have, of more groups; async: only as many as will be used."""
+    """Groups at work at once for one batch, as a multiple of groups_per_step; with partial_rollouts as many responses
+    as these have, of more groups; async: only as many as will be used."""
     max_sample_rounds: int = Field(10, ge=1)
     """Rounds of refilling before the run stops and shows the pass rates."""
     overlong_cache: int | None = Field(None, ge=1)
@@ -69,7 +70,7 @@ class RolloutConfig(Section):
     mask_off_policy_tokens: bool = False
     """Take every token out of the loss that the newest weights have not sampled."""
 
-    environment: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    environment: str | None = None
     """`module:Class` of an environment that answers the model between its turns; null = one turn."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that class."""
@@ -137,6 +138,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _turns(self) -> RolloutConfig:
+        if self.environment is not None and not re.fullmatch(r"[\w.]+:\w+", self.environment):
+            raise ValueError(
+                f"environment={self.environment!r} should be module:Class, such as guessing:HigherOrLower, with one "
+                "colon before the class"
+            )
         if self.environment is None and self.environment_args:
             raise ValueError("environment_args without environment; set environment=module:Class, or leave them out")
         for key in ("max_turns", "environment_timeout_s", "environment_workers"):

@@ -80,8 +80,10 @@ def deterministic_engine(folder: Path, model: Path) -> Iterator[str]:
             time.sleep(0.05)
         yield json.loads(endpoint.read_text())["url"]
     finally:
-        process.send_signal(signal.SIGTERM)
+        for _ in range(2):  # a supervisor passes on what the engine has got itself
+            process.send_signal(signal.SIGTERM)
         process.wait(30)
+    assert "Traceback" not in (folder / "log").read_text()
 
 
 @contextmanager

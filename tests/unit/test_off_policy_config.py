@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import Config, ConfigError, validate
+from megatron_rl.config import Config, ConfigError, dump, load_config, validate
 from megatron_rl.config.checks import _off_policy
 
 
@@ -89,3 +89,16 @@ def test_requests_can_be_kept_through_updates_only_where_some_run(rollout):
         "rollout.mode=async"
     )
     assert complaints(mode="async") == []
+
+
+@pytest.mark.parametrize("name", ["guessing.HigherOrLower", "guessing:", "a:b:c"])
+def test_an_environment_is_named_by_module_and_class(name):
+    with pytest.raises(ConfigError, match=rf"environment='{name}' should be module:Class, such as"):
+        config(environment=name)
+
+
+def test_no_arguments_take_away_those_of_the_file_and_others_are_added(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(dump(config(environment="m:C", environment_args={"a": 1, "b": 2})))
+    assert load_config(file, ["rollout.environment_args={}"]).rollout.environment_args == {}
+    assert load_config(file, ["rollout.environment_args={a: 3}"]).rollout.environment_args == {"a": 3, "b": 2}

@@ -86,6 +86,7 @@ class Engine:
             create_app(self.service, self.weights, options, information),
             log_level="warning",
             access_log=False,
+            lifespan="off",  # nothing here needs it, and a second signal would leave it with a traceback
             timeout_graceful_shutdown=GRACE_S,
             timeout_keep_alive=75,
         )
