@@ -22,12 +22,14 @@ from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.microbatch import Plan, plan_microbatches
 from megatron_rl.policy.routes import ArrayRoutes
 from tests.parallel.policy_setup import gradients, layout, make_batch, make_config
-from tests.tiny import tiny_model
+from tests.tiny import Family, tiny_model
 
 if TYPE_CHECKING:
     from megatron_rl.policy.policy import Policy
 
 VOCAB, LAYERS, EXPERTS, TOP_K = 300, 4, 8, 2
+FAMILIES: tuple[Family, ...] = ("qwen3_moe", "deepseek_v3")
+"""Softmax over the chosen; and sigmoid, groups, a bias for choosing, and a first layer without experts."""
 SPEC = LossSpec(kind="gspo", eps_low=0.5, eps_high=0.5)
 MODES = ("off", "R2", "R3")
 ENGINE_SHARE = 0.7
@@ -39,6 +41,7 @@ class Case:
     """A layout; a cap of 48 tokens makes several micro-batches."""
 
     parallel: dict[str, Any]
+    family: Family = "qwen3_moe"
     max_tokens: int = 48
     modes: tuple[str, ...] = MODES
 
@@ -48,28 +51,29 @@ class Used:
     """What dispatchers were given in one pass, by row of the whole batch.
 
     Attributes:
-        count: int64 [layers, T], how often a token was routed.
-        sets: bool [layers, T, experts], where to.
+        count: int64 [MoE layers, T], how often a token was routed.
+        sets: bool [MoE layers, T, experts], where to.
     """
 
     count: np.ndarray
     sets: np.ndarray
 
     @classmethod
-    def empty(cls, tokens: int) -> Used:
-        return cls(np.zeros((LAYERS, tokens), np.int64), np.zeros((LAYERS, tokens, EXPERTS), np.bool_))
+    def empty(cls, layers: int, tokens: int) -> Used:
+        return cls(np.zeros((layers, tokens), np.int64), np.zeros((layers, tokens, EXPERTS), np.bool_))
 
     def __add__(self, other: Used) -> Used:
         return Used(self.count + other.count, self.sets | other.sets)
 
 
-def write_models(folder: Path) -> dict[str, str]:
+def write_models(folder: Path, family: Family) -> dict[str, str]:
     """`engine`, and `moved`: every matrix of a layer some percent away, the routers further."""
     import torch
     from safetensors.torch import load_file, save_file
 
     paths = {
-        name: tiny_model(folder / name, "qwen3_moe", vocab_size=VOCAB, layers=LAYERS) for name in ("engine", "moved")
+        name: tiny_model(folder / family / name, family, vocab_size=VOCAB, layers=LAYERS)
+        for name in ("engine", "moved")
     }
     weights = load_file(paths["moved"] / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
@@ -84,19 +88,22 @@ def whole_batch() -> SequenceBatch:
     return make_batch(VOCAB, count=8)
 
 
-def run_cases(paths: dict[str, str], cases: dict[str, Case]) -> dict[str, Any]:
-    """In a rank: the reference, one rank alone with one micro-batch, then every case."""
+def run_cases(paths: dict[str, dict[str, str]], cases: dict[str, Case]) -> dict[str, Any]:
+    """In a rank: the reference of each family, one rank alone with one micro-batch, then every case."""
     from megatron_rl.policy import distributed
 
-    batch, routes = whole_batch(), None
+    batch = whole_batch()
+    routes: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {}
-    for name, case in ({"alone": Case({}, max_tokens=4096)} | cases).items():
-        cfg = make_config(paths["engine"], {"use_distributed_optimizer": False} | case.parallel)
-        with layout(cfg, alone=name == "alone") as dp_rank:
-            runner = Runner(cfg, paths, batch, case, dp_rank)
-            if routes is None:
-                routes = engine_routes(batch, runner.live_sets())
-            found[name] = {"engine_routes": routes, **runner.run(routes)}
+    references = {family: Case({}, family, max_tokens=4096) for family in FAMILIES}
+    for name, case in (references | cases).items():
+        models = paths[case.family]
+        cfg = make_config(models["engine"], {"use_distributed_optimizer": False} | case.parallel)
+        with layout(cfg, alone=name in references) as dp_rank:
+            runner = Runner(cfg, models, batch, case, dp_rank)
+            if name in references:
+                routes[name] = engine_routes(batch, runner.live_sets())
+            found[name] = {"engine_routes": routes[case.family], **runner.run(routes[case.family])}
     distributed.shutdown()
     return found
 
@@ -132,6 +139,7 @@ class Runner:
             parallel.microbatch_multiple,
             sequence_multiple=parallel.sequence_multiple,
         )
+        self.moe_layers = self.policy.hf.moe_layers
         self.sequences = list(self.plan.sequences(dp_rank))
         self.batch = whole.select(self.sequences)
 
@@ -139,13 +147,14 @@ class Runner:
         """int16 [layers, T, k] of the engine's model, -1 on last tokens; one rank alone."""
         routes = self.policy.log_probs(self.batch, self.plan).old_routes
         assert routes is not None
-        found = np.full((LAYERS, self.batch.num_tokens, TOP_K), -1, np.int16)
+        layers = range(len(self.moe_layers))
+        found = np.full((len(layers), self.batch.num_tokens, TOP_K), -1, np.int16)
         for i, (begin, end) in enumerate(zip(self.batch.offsets[:-1], self.batch.offsets[1:], strict=True)):
-            found[:, begin : end - 1] = routes.rows(i, range(LAYERS), 0, end - begin - 1)
+            found[:, begin : end - 1] = routes.rows(i, layers, 0, end - begin - 1)
         return found
 
     def run(self, routes: np.ndarray) -> dict[str, Any]:
-        held = ArrayRoutes(range(LAYERS), self.whole.offsets, np.arange(self.whole.num_tokens), routes)
+        held = ArrayRoutes(range(len(routes)), self.whole.offsets, np.arange(self.whole.num_tokens), routes)
         self.batch = replace(self.batch, routes=held.select(self.sequences))
         return {mode: self._mode(mode) for mode in self.case.modes}
 
@@ -208,7 +217,8 @@ class Runner:
             dispatch = layer.token_dispatcher.dispatch_preprocess
 
             def looked_at(hidden: Any, routing_map: Any, probs: Any) -> Any:
-                calls[layer.layer_number - 1, torch.is_grad_enabled()].append(routing_map.clone().numpy())
+                number = self.moe_layers.index(layer.layer_number - 1)
+                calls[number, torch.is_grad_enabled()].append(routing_map.clone().numpy())
                 return dispatch(hidden, routing_map, probs)
 
             layer.token_dispatcher.dispatch_preprocess = looked_at
@@ -230,7 +240,7 @@ class Runner:
         """Maps of every micro-batch, in order, on the token axis of the whole batch."""
         from megatron.core import parallel_state
 
-        used = Used.empty(self.whole.num_tokens)
+        used = Used.empty(len(self.moe_layers), self.whole.num_tokens)
         shift = np.repeat(self.whole.offsets[self.sequences] - self.batch.offsets[:-1], self.batch.lengths)
         for layer, maps in calls.items():
             for microbatch, rows in zip(self.policy._pack(self.batch, self.plan), maps, strict=True):
