@@ -85,7 +85,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
 
 def test_log_probs_are_those_of_one_rank(ranks: list[dict[str, Found]]) -> None:
     expected = ranks[0][ALONE].log_probs
-    tolerance = 0.03 if has_transformer_engine() else 1e-5
+    tolerance = 0.05 if has_transformer_engine() else 1e-5
     for name in installed_exchanges():
         for rank in ranks:
             assert rank[name].log_probs.keys() == expected.keys()
