@@ -135,9 +135,16 @@ def _host_rows(cfg: Config, m: StageMemory) -> list[Row]:
     return rows
 
 
+def engine_weights(cfg: Config, hf: HfConfig) -> float:
+    """Bytes of the weights that an engine gets; those in fp8 but for embedding and output layer, scales not counted."""
+    width = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}[cfg.engine.weights_dtype(cfg.model.dtype)]
+    vocabulary = hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2)
+    return num_parameters(hf) * width + (vocabulary if width == 1 else 0)
+
+
 def _engine_rows(cfg: Config, hf: HfConfig, m: StageMemory) -> list[Row]:
-    e, width = cfg.engine, width_of(cfg)
-    weights = num_parameters(hf) * width / e.tp
+    e = cfg.engine
+    weights, width = engine_weights(cfg, hf) / e.tp, 4 if e.compute_dtype(cfg.model.dtype) == "float32" else 2
     cached: float
     if hf.mla is not None:
         cached = hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim  # one latent for all heads, on every device
@@ -232,7 +239,7 @@ def byte_rows(cfg: Config, hf: HfConfig) -> list[Row]:
     tokens = r.groups_per_step * r.group_size * longest_sequence(cfg)
     parameters = num_parameters(hf)
     rows = [
-        ("weights to each engine", _gib(parameters * width), _TRANSPORTS[cfg.engine.weight_transport]),
+        ("weights to each engine", _gib(engine_weights(cfg, hf)), _TRANSPORTS[cfg.engine.weight_transport]),
         ("rollouts to the trainer", _gib(tokens * (8 + 4 + 1)), "token, log-prob and mask; at most"),
     ]
     if hf.moe is not None and cfg.engine.routed_experts:
