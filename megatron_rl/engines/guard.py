@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 ROUNDS, PAUSE_S = 200, 0.05
+LEFT_BEHIND = "/dev/shm/sglang_loads_"
+"""How files begin that SGLang makes for each server and does not remove. The name does not say whose they are."""
 
 
 def members(session: int) -> list[int]:
@@ -30,8 +32,33 @@ def members(session: int) -> list[int]:
     return found
 
 
+def shared_files(session: int) -> set[str]:
+    """Those of `LEFT_BEHIND` that a process of `session` has mapped."""
+    found = set()
+    for pid in members(session):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if LEFT_BEHIND in line:
+                    found.add(line[line.index(LEFT_BEHIND) :])
+    return found
+
+
+def remove(files: set[str]) -> None:
+    """Nobody uses them any more."""
+    for file in files:
+        with suppress(OSError):
+            os.unlink(file)
+
+
 def end_session(session: int) -> bool:
     """KILL to every process of `session` until none is left: they may be forking. False if some would not go."""
+    files = shared_files(session)
+    ended = _end(session)
+    remove(files)
+    return ended
+
+
+def _end(session: int) -> bool:
     for _ in range(ROUNDS):
         pids = members(session)
         if not pids:

@@ -41,6 +41,7 @@ class ServerProcess:
 
     def __init__(self, name: str, argv: Sequence[str], environ: Mapping[str, str], grace_s: float) -> None:
         self._name, self._grace_s = name, grace_s
+        self._shared: set[str] = set()
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._guard = subprocess.Popen(
             [sys.executable, "-S", guard.__file__], stdin=subprocess.PIPE, start_new_session=True, text=True
@@ -82,6 +83,7 @@ class ServerProcess:
                     f"{self.tail()}"
                 )
             time.sleep(POLL_S)
+        self._shared = guard.shared_files(self._process.pid)
         return True
 
     def wait(self, stopped: Callable[[], bool]) -> None:
@@ -98,6 +100,7 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(self._grace_s)
         guard.end_session(self._process.pid)
+        guard.remove(self._shared)
         self._process.wait()
         self._reader.join(self._grace_s)
         assert self._guard.stdin is not None

@@ -209,9 +209,12 @@ def test_the_key_of_a_run_is_used_unless_servers_are_given(tmp_path: Path) -> No
 
 # ------------------------------------------------------------------------------------------------------- the processes
 
-# A server that starts another process, which hears no TERM, before it serves.
+# A server that starts another process, which hears no TERM, before it serves, and shares memory as SGLang's do.
 FAMILY = """
-import http.server, signal, subprocess, sys
+import http.server, mmap, os, signal, subprocess, sys
+with open(f"/dev/shm/sglang_loads_test_{os.getpid()}.shm", "w+b") as file:
+    file.truncate(4096)
+    shared = mmap.mmap(file.fileno(), 4096)
 child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('child', flush=True); time.sleep(600)"
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
 process.stdout.readline()
@@ -237,9 +240,13 @@ def family(port: int) -> ServerProcess:
     return ServerProcess("the server", [sys.executable, "-c", FAMILY, str(port)], os.environ, 0.5)
 
 
+def shared_by(session: int) -> Path:
+    return Path(f"/dev/shm/sglang_loads_test_{session}.shm")
+
+
 def wait_until_gone(session: int) -> None:
     deadline = time.monotonic() + 60
-    while guard.members(session):
+    while guard.members(session) or shared_by(session).exists():
         assert time.monotonic() < deadline, guard.members(session)
         time.sleep(0.02)
 
@@ -251,7 +258,9 @@ def test_the_end_of_a_server_is_the_end_of_all_its_processes() -> None:
             assert server.wait_ready(f"http://127.0.0.1:{port}", 60.0, lambda: False, "deadline")
             session = server._process.pid
             assert len(guard.members(session)) == 2
+            assert shared_by(session).exists()
         assert guard.members(session) == []
+        assert not shared_by(session).exists()
 
 
 def test_a_killed_launcher_leaves_no_process_of_its_server() -> None:
