@@ -44,6 +44,7 @@ class Case:
     family: Family = "qwen3_moe"
     max_tokens: int = 48
     modes: tuple[str, ...] = MODES
+    dtype: str = "float32"
 
 
 @dataclass
@@ -66,13 +67,13 @@ class Used:
         return Used(self.count + other.count, self.sets | other.sets)
 
 
-def write_models(folder: Path, family: Family) -> dict[str, str]:
+def write_models(folder: Path, family: Family, **sizes: int) -> dict[str, str]:
     """`engine`, and `moved`: every matrix of a layer some percent away, the routers further."""
     import torch
     from safetensors.torch import load_file, save_file
 
     paths = {
-        name: tiny_model(folder / family / name, family, vocab_size=VOCAB, layers=LAYERS)
+        name: tiny_model(folder / family / name, family, vocab_size=VOCAB, layers=LAYERS, **sizes)
         for name in ("engine", "moved")
     }
     weights = load_file(paths["moved"] / "model.safetensors")
@@ -95,10 +96,10 @@ def run_cases(paths: dict[str, dict[str, str]], cases: dict[str, Case]) -> dict[
     batch = whole_batch()
     routes: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {}
-    references = {family: Case({}, family, max_tokens=4096) for family in FAMILIES}
+    references = {case.family: Case({}, case.family, max_tokens=4096, dtype=case.dtype) for case in cases.values()}
     for name, case in (references | cases).items():
         models = paths[case.family]
-        cfg = make_config(models["engine"], {"use_distributed_optimizer": False} | case.parallel)
+        cfg = make_config(models["engine"], {"use_distributed_optimizer": False} | case.parallel, case.dtype)
         with layout(cfg, alone=name in references) as dp_rank:
             runner = Runner(cfg, models, batch, case, dp_rank)
             if name in references:
@@ -218,7 +219,7 @@ class Runner:
 
             def looked_at(hidden: Any, routing_map: Any, probs: Any) -> Any:
                 number = self.moe_layers.index(layer.layer_number - 1)
-                calls[number, torch.is_grad_enabled()].append(routing_map.clone().numpy())
+                calls[number, torch.is_grad_enabled()].append(routing_map.clone().cpu().numpy())
                 return dispatch(hidden, routing_map, probs)
 
             layer.token_dispatcher.dispatch_preprocess = looked_at
