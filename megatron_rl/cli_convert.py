@@ -321,11 +321,12 @@ def verify(
 
 def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, float | None] | None) -> None:
     from megatron_rl.weights.convert.job import Options, check_out, check_space
+    from megatron_rl.weights.reader import some_names
 
     options = Options(_bytes(max_memory, "--max-memory"), allow_nan)
     check_out(plan.out)
     if plan.left_out:
-        _out.print(f"left out, since Megatron's model here has no such part: {', '.join(plan.left_out)}")
+        _out.print(f"left out, since Megatron's model here has no such part: {some_names(set(plan.left_out))}")
     if dry_run:
         for line in describe(plan, *dry_run):
             _out.print(line)

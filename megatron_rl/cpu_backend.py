@@ -134,6 +134,9 @@ def _tensor_type() -> Iterator[tuple[Any, str, Any]]:
 class _Stream:
     """A stream, or an event, of a device that does everything at once."""
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
     def wait_stream(self, stream: Any) -> None:
         pass
 
@@ -221,7 +224,7 @@ ENTRIES: tuple[Entry, ...] = (
         "streams",
         "transformer/moe/token_dispatcher.py: torch.cuda.Stream(), current_stream(), stream()",
         _torch_cuda(
-            Stream=lambda *_, **__: _STREAM,
+            Stream=_Stream,  # a class, as transformers' annotations need it
             current_stream=lambda *_, **__: _STREAM,
             stream=lambda _: contextlib.nullcontext(),
         ),

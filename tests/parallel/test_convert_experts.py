@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.convert import actions
 from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
@@ -126,6 +127,15 @@ def load_resharded(path: Path, source: Path, out: Path) -> None:
     distributed.shutdown()
 
 
+def verify_all(paths: dict[str, Path], good: Path, bad: Path) -> dict[str, list[Any]]:
+    from megatron_rl.verify import SENTENCES, verify_log_probs
+
+    return {
+        model: [verify_log_probs(side / model, path, SENTENCES[:2], 1e-5) for side in (good, bad)]
+        for model, path in paths.items()
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------- fixtures
 
 
@@ -149,6 +159,20 @@ def folder(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def loaded(paths: dict[str, Path], folder: Path) -> list[dict[tuple[str, str], list[str]]]:
     return run_ranks(4, load_converted, paths, folder, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def verified(paths: dict[str, Path], folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Verdicts of what was converted, and of the same with one matrix of all experts of a layer changed."""
+    bad = tmp_path_factory.mktemp("bad")
+    for model, path in paths.items():
+        tensors = load_file(path / "model.safetensors")
+        for name in tensors:
+            if "layers.2.mlp.experts" in name or "layers.2.block_sparse_moe.experts" in name:
+                tensors[name] *= 1.5
+        copy_companions(path, bad / model)
+        save_file(tensors, bad / model / "model.safetensors", metadata={"format": "pt"})
+    return run_ranks(1, verify_all, paths, folder, bad, timeout=240)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------- the tests
@@ -201,3 +225,12 @@ def test_experts_go_there_and_back_bit_by_bit(model: str, paths: dict[str, Path]
     back, source = (load_file(path / "model.safetensors") for path in (tmp_path / "back", paths[model]))
     assert back.keys() == source.keys()
     assert all(torch.equal(back[name], source[name]) and back[name].dtype is source[name].dtype for name in source)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_verify_names_the_layer_of_experts_that_deviates(model: str, verified: dict[str, Any]) -> None:
+    good, bad = verified[model]
+    assert good.is_equal
+    assert good.first_deviation is None
+    assert not bad.is_equal
+    assert bad.first_deviation.startswith("model.layers.2.mlp ")

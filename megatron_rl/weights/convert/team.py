@@ -97,7 +97,10 @@ class Team:
             if not isinstance(error, _OtherRankError):
                 self._set(_FAILED, f"rank {self.rank}: {error or type(error).__name__}")
             self._set(f"left/{self.rank}", True)
-            others, until = [f"left/{rank}" for rank in range(1, self.size)], time.monotonic() + min(_LAST_S, self._stale_s)
+            others, until = (
+                [f"left/{rank}" for rank in range(1, self.size)],
+                time.monotonic() + min(_LAST_S, self._stale_s),
+            )
             while self.rank == 0 and time.monotonic() < until and not self._ask(lambda store: store.check(others)):
                 time.sleep(_POLL_S)
 
