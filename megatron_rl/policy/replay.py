@@ -179,6 +179,9 @@ class RoutingPass:
     def forward(self, microbatch: MicroBatch, chunk: torch.nn.Module) -> Iterator[None]:
         """The routers of `chunk` are about to see the rows of `microbatch`, once each."""
         choices = self.routing.choices[chunk]
+        if not choices:  # ordinary layers only
+            yield
+            return
         step = _Step(self, microbatch, [choice.layer for choice in choices])
         for choice in choices:
             choice.step = step
@@ -187,7 +190,7 @@ class RoutingPass:
         finally:
             for choice in choices:
                 choice.step = None
-        if self._record and choices:
+        if self._record:
             self._keep(step)
 
     def _keep(self, step: _Step) -> None:

@@ -44,6 +44,7 @@ FOUR = {
     "DeepSeek, EP4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "deepseek_v3"),
     "DeepSeek, CP2 EP2 DP2": Case(CP2 | DP2 | EP2, "deepseek_v3"),
     "DeepSeek, PP2 EP2, layers recomputed": Case(PP2 | DP2 | EP2 | {"recompute": "full"}, "deepseek_v3"),
+    "DeepSeek, PP4: the first stage has no experts": Case({"pipeline_model_parallel_size": 4}, "deepseek_v3"),
     "PP2 TP2 SP ETP2": Case(PP2 | SP2 | {"expert_tensor_parallel_size": 2}),
 }
 TOLERANCE = 1e-5
