@@ -190,8 +190,13 @@ def launch_embedded(
     return _start(server, argv, folder)
 
 
-def launch_sglang(folder: Path, model: Path, other_model: Path, max_running_requests: int, context: int) -> Server:
-    """Start a real SGLang as a run starts it, with a key of its own; `wait_until_ready` before use."""
+def launch_sglang(
+    folder: Path, model: Path, other_model: Path, max_running_requests: int, context: int, **settings: Any
+) -> Server:
+    """Start a real SGLang as a run with these `settings` of section `engine` starts it, with a key of its own.
+
+    `wait_until_ready` before use.
+    """
     engine = {
         "kind": "sglang",
         "python": str(SGLANG),
@@ -203,6 +208,7 @@ def launch_sglang(folder: Path, model: Path, other_model: Path, max_running_requ
             *("--weight-version", "w0", "--max-total-tokens", str(4 * context)),
             *("--load-snapshot-publish-interval", "1"),
         ],
+        **settings,
     }
     run = RunDir(folder / "run")
     run.prepare(resume=False)
