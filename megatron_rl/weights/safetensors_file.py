@@ -57,6 +57,11 @@ class TensorOnDisk:
     offset: int
     """Of the first byte, in the file."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows `begin` to `end` of the first dimension, in the file's dtype.
 
@@ -127,7 +132,7 @@ def read_header(file: Path) -> dict[str, TensorOnDisk]:
     header.pop("__metadata__", None)
     start = _LENGTH_BYTES + length
     found = {name: _tensor(file, name, facts, start) for name, facts in header.items()}
-    end = max((tensor.offset + _bytes_of(tensor) for tensor in found.values()), default=start)
+    end = max((tensor.offset + tensor.nbytes for tensor in found.values()), default=start)
     if end != size:
         state = "cut short" if size < end else "longer than its header says"
         raise WeightsError(f"{file}: {state} ({size} bytes instead of {end}); copy the file again")
@@ -161,16 +166,12 @@ def _tensor(file: Path, name: str, facts: Any, start: int) -> TensorOnDisk:
             f"{file}: {name!r} has dtype {code}, which cannot be read; convert the file to one of {', '.join(DTYPES)}"
         )
     tensor = TensorOnDisk(name, shape, DTYPES[code], file, start + begin)
-    if end - begin != _bytes_of(tensor):
+    if end - begin != tensor.nbytes:
         raise WeightsError(
             f"{file}: {name!r} of shape {list(shape)} and dtype {code} has {end - begin} bytes instead of "
-            f"{_bytes_of(tensor)}; the file was written wrongly, get it again"
+            f"{tensor.nbytes}; the file was written wrongly, get it again"
         )
     return tensor
-
-
-def _bytes_of(tensor: TensorOnDisk) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def header_of(tensors: list[tuple[str, tuple[int, ...], torch.dtype]]) -> bytes:

@@ -14,7 +14,6 @@ On disk, below `RUN/weights`:
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -77,15 +76,15 @@ def write_version(
     writing = out_dir.with_name(_WRITING + out_dir.name)
     is_main = dist.get_rank() == 0
     plan = plan_export(chunks, hf, dtype, bucket_bytes)
-    with _AllOrNothing(f"prepare {writing}"):
+    with _AllOrNothing(f"prepare {writing}", plan.device):
         if is_main:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
     counts = _files_of_each_stage(plan, place)
-    with _AllOrNothing(f"write {writing}"):
+    with _AllOrNothing(f"write {writing}", plan.device):
         if place.exports:
             _write_stage(plan, place, counts, writing)
-    with _AllOrNothing(f"complete {out_dir}"):
+    with _AllOrNothing(f"complete {out_dir}", plan.device):
         if is_main:
             _write_index(writing)
             copy_companions(source_dir, writing, dtype or _dtype_of(chunks))
@@ -97,15 +96,15 @@ def write_version(
 class _AllOrNothing:
     """A phase after which all ranks go on, or all raise: no rank waits for one that has failed."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, device: torch.device) -> None:
+        self.what, self._device = what, device
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # killed: the process ends here
-        failed = torch.tensor([dist.get_rank() + 1 if error is not None else 0], device=_device())
+        failed = torch.tensor([dist.get_rank() + 1 if error is not None else 0], device=self._device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if error is not None:
             hint = "; free space or fix permissions, then resume" if isinstance(error, OSError) else ""
@@ -114,13 +113,9 @@ class _AllOrNothing:
             raise WeightsError(f"could not {self.what}: rank {int(failed) - 1} failed, see its log")
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def _files_of_each_stage(plan: ExportPlan, place: Place) -> list[int]:
     """How many files every pipeline stage writes. Collective over all ranks."""
-    counts = torch.zeros(place.stages, dtype=torch.int64, device=_device())
+    counts = torch.zeros(place.stages, dtype=torch.int64, device=plan.device)
     if place.sends:
         counts[place.stage] = len(plan.parcels)
     dist.all_reduce(counts)
@@ -145,7 +140,7 @@ def _write_index(writing: Path) -> None:
     for file in files:
         tensors = read_header(file)
         weight_map |= dict.fromkeys(tensors, file.name)
-        total += sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+        total += sum(tensor.nbytes for tensor in tensors.values())
     _write_json(writing / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.parallel
 VOCAB = 300
 SPEC = LossSpec(kl_coef=0.1)
 BEFORE, AFTER = 3, 2
+COMPARED = ("policy/loss", "policy/entropy", "policy/kl_reference", "optimizer/grad_norm")
 WHOLE = {"use_distributed_optimizer": False}
 INTERLEAVED = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 WRITERS = {
@@ -64,7 +65,7 @@ def _train(policy: Any, cfg: Any, dp_rank: int, steps: range) -> list[float]:
         batch = batch.with_arrays(reference_log_probs=reference, old_log_probs=old)
         policy.set_learning_rate(1e-2 / (step + 1))
         metrics = policy.train_step(batch, plan, SPEC).metrics
-        losses += [metrics["policy/loss"], metrics["policy/entropy"], metrics["policy/kl_reference"]]
+        losses += [metrics[name] for name in COMPARED]
     return losses
 
 

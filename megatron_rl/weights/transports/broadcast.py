@@ -13,20 +13,15 @@ and a broadcast to it would be waited for in vain.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
 
 import torch
 
-from megatron_rl.weights.export import ExportPlan, export_buckets, plan_export
-from megatron_rl.weights.place import Place
-from megatron_rl.weights.transports import Engines
+from megatron_rl.weights.export import export_buckets
 from megatron_rl.weights.transports.group import Backend, UpdateGroup
-from megatron_rl.weights.transports.mail import Mail, Store
-
-if TYPE_CHECKING:
-    from megatron_rl.config import HfConfig
+from megatron_rl.weights.transports.sending import Sending
 
 
 @dataclass(frozen=True)
@@ -52,35 +47,13 @@ class BroadcastSettings:
     timeout_s: float = 600.0
 
 
-class Broadcast:
-    """See the module's docstring and `Transport`.
+class Broadcast(Sending[BroadcastSettings]):
+    """See the module's docstring and `Sending`."""
 
-    Args:
-        chunks: this rank's model chunks, with up-to-date parameters.
-        engines: HTTP, used on the ranks that send.
-        store: shared by all ranks.
-        interrupted: whether this rank was told to end.
-    """
-
-    in_session = True
-
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        hf: HfConfig,
-        settings: BroadcastSettings,
-        engines: Engines,
-        store: Store,
-        interrupted: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._chunks, self._hf, self._settings = chunks, hf, settings
-        self._engines, self._interrupted = engines, interrupted
-        self._mail, self._epoch = Mail(store, "weights/broadcast"), 0
-        self._place = Place.of_this_rank()
-        self._run = secrets.token_hex(4)  # engines may remember groups of an earlier trainer
-
-    def prepare(self, version: int) -> None:
-        """Nothing: tensors are gathered while they are sent."""
+    @cached_property
+    def _run(self) -> str:
+        """In the names of its groups: engines may remember those of an earlier trainer."""
+        return secrets.token_hex(4)
 
     def send(self, version: int, urls: Sequence[str]) -> dict[str, str]:
         """See `Transport.send`."""
@@ -123,9 +96,6 @@ class Broadcast:
         for group in groups:
             group.close(self._interrupted)
         return {url: reason for group in groups for url, reason in (group.failed or {}).items()}
-
-    def _plan(self) -> ExportPlan:
-        return plan_export(self._chunks, self._hf, self._settings.dtype, self._settings.bucket_bytes)
 
     def _outcome_of(self, stage: int) -> dict[str, str]:
         what = f"the weights of pipeline stage {stage} to reach the engines"

@@ -13,23 +13,18 @@ kept until the engine has loaded it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.weights.buckets import Bucket
-from megatron_rl.weights.export import export_buckets, plan_export
-from megatron_rl.weights.place import Place
-from megatron_rl.weights.transports import Engines
+from megatron_rl.weights.export import export_buckets
 from megatron_rl.weights.transports.handles import handle_payload, value_payload
-from megatron_rl.weights.transports.mail import Mail, Store
-
-if TYPE_CHECKING:
-    from megatron_rl.config import HfConfig
+from megatron_rl.weights.transports.sending import Sending
 
 POLL_S = 0.001
 
@@ -54,27 +49,14 @@ class IpcSettings:
     bucket_timeout_s: float = 120.0
 
 
-class Ipc:
-    """See the module's docstring and `Transport`; arguments as those of `Broadcast`."""
+class Ipc(Sending[IpcSettings]):
+    """See the module's docstring and `Sending`."""
 
-    in_session = True
+    everywhere = True
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        hf: HfConfig,
-        settings: IpcSettings,
-        engines: Engines,
-        store: Store,
-        interrupted: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._chunks, self._hf, self._settings = chunks, hf, settings
-        self._engines, self._interrupted = engines, interrupted
-        self._mail, self._epoch = Mail(store, "weights/ipc"), 0
-        self._place, self._rank = Place.of_this_rank(everywhere=True), dist.get_rank()
-
-    def prepare(self, version: int) -> None:
-        """Nothing: tensors are gathered while they are sent."""
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank()
 
     def send(self, version: int, urls: Sequence[str]) -> dict[str, str]:
         """See `Transport.send`."""
@@ -98,7 +80,7 @@ class Ipc:
         device = torch.device("cpu") if self._settings.by_value else torch.device("cuda", torch.cuda.current_device())
         group = parallel_state.get_pipeline_model_parallel_group()
         ranks = dist.get_process_group_ranks(group)
-        own = plan_export(self._chunks, self._hf, self._settings.dtype, self._settings.bucket_bytes)
+        own = self._plan()
         for stage, source in enumerate(ranks):
             plans: list[Any] = [own.buckets if stage == self._place.stage else None]
             if len(ranks) > 1:
