@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
 CONFIG = "config.json"
+_FURTHER = "num_nextn_predict_layers"
 
 
-def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+def copy_companions(
+    source: Path, out: Path, dtype: torch.dtype | None = None, has_further_layers: bool = False
+) -> None:
     """Copy every file of the directory `source` that holds no weights; links are followed, folders left out.
 
     Args:
         dtype: of the weights, for config.json; None = what it said. float8_e4m3fn: in blocks (`fp8`), the rest in
             bfloat16; with another one no word of a quantisation of the source's is left.
+        has_further_layers: whether layers that predict tokens further on are written too. If not, and `dtype` is given,
+            config.json says so.
     """
     out.mkdir(exist_ok=True)
     for file in sorted(source.iterdir()):
@@ -38,6 +43,8 @@ def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None) -
     computed = torch.bfloat16 if dtype is fp8.FP8 else dtype
     config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(computed).removeprefix("torch."))
     config.pop("quantization_config", None)
+    if _FURTHER in config and not has_further_layers:
+        config[_FURTHER] = 0
     if dtype is fp8.FP8:
         config["quantization_config"] = fp8.quantization_config()
     write_atomic(out / CONFIG, json.dumps(config, indent=2))

@@ -57,21 +57,21 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def experts(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
     """What the families with experts have besides; some of their layers may have none."""
-    count, size = draw(st.integers(1, 6)), 2 * draw(st.integers(1, 6))
+    count, size = draw(st.integers(2, 6)), 2 * draw(st.integers(1, 6))
     if family == "qwen3_moe":
         dense = draw(st.lists(st.integers(0, layers - 1), unique=True))
         found = {
             "num_experts": count,
-            "num_experts_per_tok": 1,
+            "num_experts_per_tok": 2,
             "moe_intermediate_size": size,
             "mlp_only_layers": dense,
         }
     elif family == "mixtral":
-        found = {"num_local_experts": count, "num_experts_per_tok": 1, "intermediate_size": size}
+        found = {"num_local_experts": count, "num_experts_per_tok": 2, "intermediate_size": size}
     elif family == "deepseek_v3":
         found = {
             "n_routed_experts": count,
-            "num_experts_per_tok": 1,
+            "num_experts_per_tok": 2,
             "moe_intermediate_size": size,
             "n_shared_experts": draw(st.integers(0, 2)),
             "first_k_dense_replace": draw(st.integers(0, layers)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.buckets import TensorSpec, plan_buckets
-from megatron_rl.weights.companions import copy_companions
+from megatron_rl.weights.companions import CONFIG, copy_companions
 from megatron_rl.weights.convert.one_file import PlannedFile
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.reader import INDEX, SINGLE
@@ -62,7 +63,14 @@ class HfTarget:
                 "weight_map": dict(sorted(where.items())),
             }
             write_atomic(folder / INDEX, json.dumps(content, indent=2))
-        copy_companions(self._beside, folder, self._dtype)
+        names = {tensor.name for file in self.files for tensor in file.tensors}
+        copy_companions(self._beside, folder, self._dtype, _has_further_layers(names, self._beside))
+
+
+def _has_further_layers(names: Iterable[str], beside: Path) -> bool:
+    layers = {int(match[1]) for name in names if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    described = json.loads((beside / CONFIG).read_text())
+    return max(layers, default=-1) >= described.get("num_hidden_layers", len(layers))
 
 
 class _SafetensorsWriter:
