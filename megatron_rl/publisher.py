@@ -117,6 +117,9 @@ class Publisher:
         )
         self._transport = self._make()
         self._version = self._written = -1
+        self.probes_skipped = 0
+        """On rank 0: probes that an engine had not answered by the next update, so far."""
+        self._late: WeightUpdate | None = None
         self._reference: dict[int, Checksums] = {}
         self._probe: list[int] | None = None
 
@@ -170,6 +173,7 @@ class Publisher:
     def _pause(self, version: int, transport: Transport) -> list[str]:
         """One that is dirty gets no part of the weights: it has to be reloaded as a whole."""
         mode, urls = self._cfg.engine.pause_mode, self._engines.urls
+        self._judge_late_probes()
         if transport is not self._disk:
             urls = [url for url in urls if url not in self.dirty]
         self._update = self._engines.begin_update(version, urls, self._interrupted)
@@ -212,12 +216,21 @@ class Publisher:
         update.resume()
         update.probe(self._tokens(), expected, self._cfg.engine.probe_tolerance)
         update.disown()
+        self._judge_late_probes()
+        self._late = update
         self._reference |= {len(update.checksums[url]): update.checksums[url] for url in update.left}
         if update.left:
             self.checksum = update.overall
         self.dirty |= update.failed
         for url in update.left:
             self.dirty.pop(url, None)
+
+    def _judge_late_probes(self) -> None:
+        """Of engines that were too busy when they got the weights; what they say later is of no interest."""
+        if self._late is not None:
+            self.dirty |= self._late.late_probe()
+            self.probes_skipped += len(self._late.unprobed)
+            self._late = None
 
     def _last_resort(
         self, transport: Transport, expected: LogProbs, before_continue: Callable[[], None]

@@ -152,6 +152,7 @@ class Session:
             metrics.merge(times)
             metrics.put("system/tokens_per_second", self._tokens / times["time/step"])
             metrics.put("system/rss_gib", resident_gib())
+            metrics.put("system/probes_skipped", self._publisher.probes_skipped)
             self._recorder.step(step + 1, metrics.as_dict())
 
     def learning_rate(self, step: int) -> float:

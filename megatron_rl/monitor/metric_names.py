@@ -181,6 +181,7 @@ METRICS: tuple[MetricInfo, ...] = (
     MetricInfo("time/checkpoint", "writing a checkpoint", "seconds", _ONE),
     MetricInfo("time/<phase>", "another phase of the step", "seconds", _ONE),
     MetricInfo("system/tokens_per_second", "trained tokens per second of the whole step", "tokens/s", _ONE),
+    MetricInfo("system/probes_skipped", "probes of weights that busy engines left unanswered, so far", "probes", _ONE),
     MetricInfo("system/rss_gib", "resident memory of rank 0", "GiB", _ONE),
     MetricInfo(
         "system/non_finite_metrics",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -25,10 +26,6 @@ POLL_S = 0.2
 
 class Interrupted(EngineError):
     """The run is to end; what the engines hold is none of its concern any more."""
-
-
-class NoAnswer(TransportError):
-    """Nothing came within the deadline, and nothing else is known: a replica that is only busy does the same."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +78,22 @@ class Pending:
         """Wait for all; those that have not answered when `give_up()` have failed. Never raises for a replica."""
         return self._wait(give_up)[0]
 
-    def _wait(self, give_up: Callable[[], bool]) -> tuple[Replies, bool]:
+    def _wait(self, give_up: Callable[[], bool], cancel: bool = True) -> tuple[Replies, bool]:
         while wait(self._futures.values(), POLL_S).not_done:
             if give_up():
-                self.cancel()
+                if cancel:
+                    self.cancel()
                 return self.so_far(), True
         return self.so_far(), False
+
+    def result_within(self, seconds: float, interrupted: Callable[[], bool] = lambda: False) -> Replies:
+        """What has come after so long; the rest stays on its way. Raises Interrupted as `result`."""
+        deadline = time.monotonic() + seconds
+        replies, given_up = self._wait(lambda: interrupted() or time.monotonic() >= deadline, cancel=False)
+        if given_up and interrupted():
+            self.cancel()
+            raise Interrupted("interrupted: the run is to end")
+        return replies
 
     def cancel(self) -> None:
         """Close the connections that are still waiting."""
@@ -162,7 +169,7 @@ class FanOut:
                     return _read(url, response.status, await response.read())
         except TimeoutError:
             log = f"; look at {self._logs[url]}" if url in self._logs else ""
-            raise NoAnswer(f"engine {url}: no answer to {path} within {timeout_s:.3g} s{log}") from None
+            raise TransportError(f"engine {url}: no answer to {path} within {timeout_s:.3g} s{log}") from None
         except aiohttp.ClientError as error:
             raise TransportError(f"engine {url}: {type(error).__name__}: {error}; is it running?") from error
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .fanout import FanOut, NoAnswer, Pending, Replies
+from .fanout import FanOut, Pending, Replies
 from .protocol import EngineError, TransportError, version_of
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ FLUSH_ATTEMPTS, FLUSH_PAUSE_S = 50, 0.1
 CONTROL_TIMEOUT_S = 60.0
 """Deadline of one control call that moves no weights: a replica that hangs costs the others no more than this."""
 PROBE_TIMEOUT_S = 10.0
-"""A probe may stand behind all requests that the pause has sent back to wait. The trainer does not wait for those."""
+"""A probe may stand behind all requests that the pause has sent back to wait. The trainer does not wait for those: the
+answer is judged before the next update (`late_probe`)."""
+LATE_PROBE_S = 24 * 3600.0
 DISOWN_TIMEOUT_S = 10.0
 NO_VERSION = "-1"
 """The label of weights that are not those of any version."""
@@ -61,6 +64,10 @@ class WeightUpdate:
         self.overall: str | None = None
         self._calls, self._deadline, self._interrupted = calls, deadline, interrupted
         self._named: set[str] = set()
+        self._probing: Callable[[Replies], dict[str, EngineError]] = lambda replies: {}
+        self._probes = Pending({})
+        self.unprobed: list[str] = []
+        """Replicas that have not answered the probe yet."""
 
     def leave_out(self, reasons: Mapping[str, str]) -> None:
         """These replicas did not get the weights."""
@@ -136,7 +143,7 @@ class WeightUpdate:
     def probe(self, tokens: Sequence[int], expected: LogProbs | None, tolerance: float) -> None:
         """The log-probs of a short text must be those of the trainer, and of the other replicas.
 
-        A replica that is too busy to say them keeps the weights, whose checksums were right.
+        A replica that is too busy to say them keeps the weights, whose checksums were right, until `late_probe`.
 
         Args:
             tokens: the text, at least two tokens.
@@ -149,26 +156,27 @@ class WeightUpdate:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        found, wrong = {}, {}
-        timeout_s = min(PROBE_TIMEOUT_S, self._remaining())
-        replies = self._wait(self._calls.post("/generate", dict.fromkeys(self.left, body), timeout_s))
-        busy = [url for url, error in replies.failures.items() if isinstance(error, NoAnswer)]
-        if busy:
-            log.info("weights %d: too busy for the probe of log-probs: %s", self.version, ", ".join(busy))
-        self._drop({url: error for url, error in replies.failures.items() if url not in busy}, "generate")
-        for url, answer in replies.answers.items():
-            try:
-                entries = answer["meta_info"]["input_token_logprobs"]
-                found[url] = np.array([entry[0] for entry in entries[1:]], np.float32)
-                if found[url].shape != (len(tokens) - 1,):
-                    raise ValueError(f"{len(entries)} entries")
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                wrong[url] = EngineError(
-                    f"engine {url}: no log-prob for each of the {len(tokens)} tokens of the probe ({error!r})"
-                )
-                found.pop(url, None)
+        self._probes = self._calls.post("/generate", dict.fromkeys(self.left, body), LATE_PROBE_S)
+        self._probing = partial(wrong_answers, len(tokens), expected, tolerance)
+        replies = self._probes.result_within(min(PROBE_TIMEOUT_S, self._remaining()), self._interrupted)
+        self.unprobed = [url for url in self.left if url not in replies.answers and url not in replies.failures]
+        if self.unprobed:
+            busy = ", ".join(self.unprobed)
+            log.info("weights %d: too busy for the probe of log-probs, which is judged later: %s", self.version, busy)
+        self._drop(replies.failures, "generate")
+        self._drop(self._probing(replies), "generate")
+
+    def late_probe(self) -> dict[str, EngineError]:
+        """Before the next update: why replicas that answered late do not hold these weights, after all.
+
+        Those that have not answered by now stay in `unprobed`; what they say is of no interest any more.
+        """
+        answers = {url: a for url, a in self._probes.so_far().answers.items() if url in self.unprobed}
+        self._probes.cancel()
+        self.unprobed = [url for url in self.unprobed if url not in answers]
+        wrong = self._probing(Replies(answers))
         self._drop(wrong, "generate")
-        self._drop(differences(found, expected, tolerance), "generate")
+        return {url: self.failed[url] for url in wrong}
 
     def disown(self) -> None:
         """Take the label off replicas that got it and then failed, so that nobody believes it. Never raises."""
@@ -226,6 +234,23 @@ def read_checksums(url: str, answer: Any) -> Checksums:
         return [rank["checksums"] for rank in answer["ranks"]]
     except (KeyError, TypeError) as error:
         raise EngineError(f"engine {url}: the answer has no ranks[].checksums ({error!r})") from error
+
+
+def wrong_answers(count: int, expected: LogProbs | None, tolerance: float, replies: Replies) -> dict[str, EngineError]:
+    """Of a probe of `count` tokens: replicas that say no log-probs, or others; see `differences`."""
+    found, wrong = {}, {}
+    for url, answer in replies.answers.items():
+        try:
+            entries = answer["meta_info"]["input_token_logprobs"]
+            found[url] = np.array([entry[0] for entry in entries[1:]], np.float32)
+            if found[url].shape != (count - 1,):
+                raise ValueError(f"{len(entries)} entries")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            wrong[url] = EngineError(
+                f"engine {url}: no log-prob for each of the {count} tokens of the probe ({error!r})"
+            )
+            found.pop(url, None)
+    return wrong | differences(found, expected, tolerance)
 
 
 def disagreements(held: Mapping[str, Checksums], reference: Mapping[int, Checksums]) -> dict[str, EngineError]:

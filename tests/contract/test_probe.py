@@ -31,14 +31,21 @@ def test_an_update_beside_requests_that_go_on_keeps_the_engine(
     update.compare()
     update.resume()
     expected = other_reference.log_probs(PROBE[:1], PROBE[1:], 1.0)
-    # Where the probe is answered, these would be far off.
+    # Where the probe is not answered at once, these are far off.
     wrong = expected if running < ROWS else np.full_like(expected, 100.0)
     update.probe(PROBE, wrong, 1e-4)
     still_running = not any(future.done() for future in futures)
-    server.ok("/abort_request", {"abort_all": True})
-    control.close()
     assert still_running
     assert update.failed == {}
     assert update.left == [server.url]
-    for future in futures:
+    assert update.unprobed == ([server.url] if running == ROWS else [])
+    for number, future in enumerate(futures):
+        server.ok("/abort_request", {"rid": f"long-{number}."})
         future.result(60)
+    update._probes.result()
+    late = update.late_probe()  # now there was room
+    control.close()
+    assert [*late] == update.unprobed + ([server.url] if running == ROWS else [])
+    assert update.left == ([] if running == ROWS else [server.url])
+    if running == ROWS:
+        assert "further than engine.probe_tolerance=0.0001" in str(late[server.url])
