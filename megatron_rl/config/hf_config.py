@@ -19,6 +19,8 @@ SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mix
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MISTRAL_WINDOW = 4096
 """What a Mistral whose config.json does not mention `sliding_window` has."""
+_MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata")
+"""One of them is in a directory with a checkpoint of Megatron's."""
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -114,8 +116,14 @@ def read_hf_config(path: str | Path) -> HfConfig:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
+        is_megatron = any((Path(path) / name).is_file() for name in _MEGATRON_FILES)
         raise ConfigError(
-            f"model.path={str(path)!r}: no config.json there; give a Hugging Face directory (with *.safetensors)"
+            f"model.path={str(path)!r}: no config.json there; "
+            + (
+                f"it is a Megatron checkpoint: run `megatron-rl convert megatron-to-hf {path} OUT` and give OUT"
+                if is_megatron
+                else "give a Hugging Face directory (with *.safetensors)"
+            )
         )
     try:
         raw = json.loads(file.read_text())

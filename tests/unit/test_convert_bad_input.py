@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.config import ConfigError, read_hf_config
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert import actions, job
 from megatron_rl.weights.convert.compare import compare
@@ -262,12 +263,22 @@ def test_a_verb_for_the_other_format_says_which_to_use(hf: Path, megatron: Path,
         open_checkpoint(tmp_path / "nowhere")
 
 
+def test_a_run_that_is_given_a_megatron_checkpoint_names_the_command(megatron: Path) -> None:
+    for path in (megatron, megatron / "release"):
+        with pytest.raises(ConfigError, match=rf"run `megatron-rl convert megatron-to-hf {path} OUT` and give OUT"):
+            read_hf_config(path)
+
+
 def test_options_that_do_not_fit_are_refused(hf: Path, tmp_path: Path) -> None:
     source, out = open_checkpoint(hf), tmp_path / "out"
     with pytest.raises(WeightsError, match="--tp 3: does not divide num_attention_heads=4"):
         actions.hf_to_megatron(source, out, TargetLayout(3), None)
     with pytest.raises(WeightsError, match="--pp 3: more stages than the model's 2 layers"):
         actions.hf_to_megatron(source, out, TargetLayout(1, 3), None)
+    with pytest.raises(WeightsError, match=r"--pp 2, --vpp 2, .* do not fit 2 layers: .*does not divide the 1 layers"):
+        actions.hf_to_megatron(source, out, TargetLayout(1, 2, virtual=2), None)
+    with pytest.raises(WeightsError, match=r"--ep 2, --etp 1: must divide the model's 1 expert\(s\)"):
+        actions.hf_to_megatron(source, out, TargetLayout(expert=2), None)
     with pytest.raises(WeightsError, match="at least two checkpoints"):
         actions.average([source], [1.0], out)
     with pytest.raises(WeightsError, match="of a sum that is not 0"):
