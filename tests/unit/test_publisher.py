@@ -135,6 +135,14 @@ def test_meeting_in_a_group_is_given_up_when_the_run_is_to_end() -> None:
     assert engines.done
 
 
+def test_groups_meet_at_the_same_time() -> None:
+    """Neither is answered, and both are given up as soon as both have been asked."""
+    engines = [Unanswered(), Unanswered()]
+    groups = [UpdateGroup(e, ["http://127.0.0.1:1"], 1, f"it-{i}", "gloo", 600.0) for i, e in enumerate(engines)]
+    join_all(groups, lambda: all(e.asked for e in engines))
+    assert all(group.failed for group in groups)
+
+
 # ------------------------------------------------------------------------------------------------------------- handles
 
 

@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 
 from megatron_rl.weights.export import export_buckets
-from megatron_rl.weights.transports.group import Backend, UpdateGroup
+from megatron_rl.weights.transports.group import Backend, UpdateGroup, join_all
 from megatron_rl.weights.transports.sending import Sending
 
 
@@ -82,8 +82,7 @@ class Broadcast(Sending[BroadcastSettings]):
             UpdateGroup(self._engines, part, s.engine_tp, name, s.backend, s.bucket_timeout_s)
             for part, name in zip(parts, names, strict=True)
         ]
-        for group in groups:
-            group.join(self._interrupted)
+        join_all(groups, self._interrupted)
         # Also when all groups have failed: this rank's peers gather the whole stage with it.
         for bucket, flat in export_buckets(self._plan(), "cpu" if s.backend == "gloo" else "cuda", self._place):
             assert flat is not None

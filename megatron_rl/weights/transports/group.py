@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -157,6 +158,12 @@ class UpdateGroup:
         group, self._group, self._store = self._group, None, None
         if group is not None:
             in_thread(group.abort)  # NCCL may take its time over it
+
+
+def join_all(groups: Sequence[UpdateGroup], interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Meet the engines of all groups, at the same time."""
+    for joining in [in_thread(partial(group.join, interrupted)) for group in groups]:
+        joining.result()
 
 
 def _connect(
