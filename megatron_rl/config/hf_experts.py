@@ -29,6 +29,8 @@ def moe_of(raw: dict[str, Any], num_layers: int) -> MoeShape | None:
         raise ValueError(
             f"n_group={groups}, topk_group={top_groups} do not fit {moe.top_k} chosen of {moe.num_experts} experts"
         )
+    if moe.top_k == 1 and moe.normalise_top_k:
+        raise ValueError("num_experts_per_tok=1 with norm_topk_prob=true: the one expert's weight is always 1")
     return moe if len(moe.dense_layers) < num_layers else None
 
 

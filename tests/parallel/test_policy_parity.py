@@ -61,6 +61,8 @@ TWO_RANKS = {
     "one_rank_qwen3_moe": Case({}, model="qwen3_moe", alone=True),
     "one_rank_mixtral": Case({}, model="mixtral", alone=True),
     "one_rank_deepseek_v3": Case({}, model="deepseek_v3", alone=True),
+    "one_rank_some_dense": Case({}, model="some_dense", alone=True),
+    "one_rank_direct_queries": Case({}, model="direct_queries", alone=True),
     "one_rank_microbatches": Case({}, max_tokens=24, alone=True),
     "tp2": Case(TP2),
     "tp2_microbatches": Case(TP2, max_tokens=24),
@@ -90,6 +92,8 @@ TWO_RANKS = {
     "tp2_experts": Case(TP2 | SP, "qwen3_moe"),
     "tp2_etp2": Case(TP2 | SP | ETP2, "qwen3_moe", max_tokens=48),
     "pp2_interleaved_experts": Case(PP2 | VPP2, "qwen3_moe", max_tokens=24),
+    "tp2_ep2_some_dense": Case(TP2 | SP | EP2, "some_dense"),
+    "tp2_ep2_direct_queries": Case(TP2 | SP | EP2, "direct_queries"),
     "mixtral_ep2": Case(DP2 | EP2, "mixtral", max_tokens=48),
     "mixtral_tp2_ep2": Case(TP2 | SP | EP2, "mixtral"),
     "deepseek_v3_ep2": Case(DP2 | EP2, "deepseek_v3", max_tokens=48),
@@ -138,6 +142,7 @@ def _run_case(case: Case, path: str, whole: SequenceBatch) -> dict[str, Any]:
     with layout(cfg, case.alone) as dp_rank:
         policy = Policy.build(cfg)
         batch, plan = local_part(whole, cfg, dp_rank, case.max_tokens)
+        frozen = {name: bias.clone() for name, bias in expert_biases(policy)}
         found = policy.log_probs(batch, plan, with_entropy=True)
         result = policy.train_step(batch, plan, SPEC)
         return {
@@ -149,7 +154,12 @@ def _run_case(case: Case, path: str, whole: SequenceBatch) -> dict[str, Any]:
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,
             "gradients": gradients(policy),
+            "unmoved": [bool((frozen[name] == bias).all()) for name, bias in expert_biases(policy)],
         }
+
+
+def expert_biases(policy: Any) -> list[tuple[str, Any]]:
+    return [buffer for chunk in policy.chunks for buffer in chunk.named_buffers() if buffer[0].endswith(".expert_bias")]
 
 
 @dataclass(frozen=True)
@@ -213,10 +223,20 @@ def transformers_reference(path: str) -> Reference:
     return Reference(batch, *masked, metrics, saved_gradients(model, Path(path) / "gradients"))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "tied": {"family": "qwen3", "tied": True},
     **{family: {"family": family} for family in MOE_SETTINGS},
+    "some_dense": {"family": "qwen3_moe", "mlp_only_layers": [1], "norm_topk_prob": False},
+    "direct_queries": {
+        "family": "deepseek_v3",
+        "q_lora_rank": None,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    },
 }
 Results = dict[str, list[dict[str, Any]]]
 
@@ -299,6 +319,13 @@ def test_gradient_norm_is_that_of_the_whole_model(name, results, references):
     norms = [np.linalg.norm(values.astype(np.float64)) for values in references[CASES[name].model].gradients.values()]
     for rank in results[name]:
         assert rank["grad_norm"] == pytest.approx(np.linalg.norm(norms), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.model == "deepseek_v3"])
+def test_biases_for_choosing_stay_as_they_were_loaded(name, results):
+    assert all(all(rank["unmoved"]) for rank in results[name])
+    stages = CASES[name].parallel.get("pipeline_model_parallel_size", 1)
+    assert sum(len(rank["unmoved"]) for rank in results[name]) == 3 * len(results[name]) / stages
 
 
 def test_every_loss_term_and_clip_takes_part(references):

@@ -44,6 +44,38 @@ def test_norms_fused_by_transformer_engine_are_the_layers_norms(tmp_path: Path) 
     ]
 
 
+def test_experts_and_latents_of_transformer_engine_have_their_names(tmp_path: Path) -> None:
+    hf = read_hf_config(tiny_model(tmp_path, "deepseek_v3"))
+    names = [
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "mlp.experts.linear_fc1.weight1",
+        "mlp.experts.linear_fc2.weight7",
+    ]
+    mapped = list(mapped_parameters(chunk_with(*names, layer_number=2), family_of(hf), hf))
+    assert [parameter.hf for parameter in mapped] == [
+        ("model.layers.1.self_attn.q_a_layernorm.weight",),
+        ("model.layers.1.self_attn.kv_a_layernorm.weight",),
+        ("model.layers.1.mlp.experts.1.gate_proj.weight", "model.layers.1.mlp.experts.1.up_proj.weight"),
+        ("model.layers.1.mlp.experts.7.down_proj.weight",),
+    ]
+    assert [parameter.expert for parameter in mapped] == [None, None, 1, 7]
+    assert mapped[3].hf_of(0) == ("model.layers.1.mlp.experts.0.down_proj.weight",)
+
+
+def test_experts_have_no_place_in_a_dense_layer(tmp_path: Path) -> None:
+    hf = read_hf_config(tiny_model(tmp_path, "deepseek_v3"))
+    with pytest.raises(WeightsError, match=r"mlp\.experts\.linear_fc1\.weight0"):
+        list(mapped_parameters(chunk_with("mlp.experts.linear_fc1.weight0", layer_number=1), family_of(hf), hf))
+
+
+def test_only_as_many_predicting_layers_are_ignored_as_the_config_names(tmp_path: Path) -> None:
+    hf = read_hf_config(tiny_model(tmp_path, "deepseek_v3", num_nextn_predict_layers=1))
+    assert family_of(hf).ignores("model.layers.2.eh_proj.weight", hf)
+    assert not family_of(hf).ignores("model.layers.3.eh_proj.weight", hf)
+    assert not family_of(hf).ignores("model.layers.1.eh_proj.weight", hf)
+
+
 def test_unknown_parameter_is_refused_by_name(tmp_path: Path) -> None:
     hf = read_hf_config(tiny_model(tmp_path))
     with pytest.raises(WeightsError, match=r"decoder\.layers\.0\.mlp\.router\.weight.*families/qwen3\.py"):
