@@ -19,7 +19,7 @@ from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.buckets import Bucket, TensorSpec
 from megatron_rl.weights.transports import handles
-from megatron_rl.weights.transports.group import UpdateGroup, address_towards
+from megatron_rl.weights.transports.group import UpdateGroup, address_towards, join_all
 from megatron_rl.weights.transports.mail import Mail
 from tests.parallel.policy_setup import make_config
 
