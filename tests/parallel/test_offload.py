@@ -19,10 +19,11 @@ VOCAB = 300
 STEPS = 3
 WHOLE = {"use_distributed_optimizer": False}
 INTERLEAVED = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+EP2 = DP2 | {"expert_model_parallel_size": 2}
 KINDS = {
-    "distributed": (DP2, "float32"),
+    "distributed": (EP2, "float32"),
     "distributed_bf16": (DP2, "bfloat16"),
-    "whole": (DP2 | WHOLE, "float32"),
+    "whole": (EP2 | WHOLE, "float32"),
     "whole_bf16": (DP2 | WHOLE, "bfloat16"),
     "interleaved_bf16": (INTERLEAVED, "bfloat16"),
 }
@@ -63,7 +64,7 @@ def _compare(cfg: Any, dp_rank: int, run: Path) -> dict[str, Any]:
         )
         leaves.memory.to_device()
         found["same"].append(_bits(leaves) == before and _same_objects(tensors, _training_tensors(leaves)))
-    found["gradients"] = all(not bool(b.grad_data.any()) for c in leaves._wrapped for b in c.buffers)
+    found["gradients"] = all(not bool(b.grad_data.any()) for b in _buffers(leaves))
     found["expected"] = _training_bytes(leaves)
     found["read_back"] = _read_back(cfg, leaves, run)
     return found
@@ -108,8 +109,13 @@ def _same_objects(first: list[Any], second: list[Any]) -> bool:
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
+def _buffers(policy: Any) -> list[Any]:
+    """Those of experts as well."""
+    return [buffer for chunk in policy._wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
 def _training_bytes(policy: Any) -> int:
-    tensors = [*_states(policy), *_main_weights(policy), *(b.grad_data for c in policy._wrapped for b in c.buffers)]
+    tensors = [*_states(policy), *_main_weights(policy), *(buffer.grad_data for buffer in _buffers(policy))]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
@@ -124,7 +130,7 @@ def _bits(policy: Any) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    path = tiny_model(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=VOCAB, layers=4, tied=True)
+    path = tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", vocab_size=VOCAB, layers=4, tied=True)
     return run_ranks(2, check_all, str(path), str(tmp_path_factory.mktemp("runs")), timeout=300)
 
 
