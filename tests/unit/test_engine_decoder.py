@@ -52,6 +52,20 @@ FAMILIES: list[dict[str, Any]] = [
     {"family": "qwen3_moe"},
     {"family": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [0]},
     {"family": "mixtral"},
+    {"family": "deepseek_v3"},
+    {
+        "family": "deepseek_v3",
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+    },
     {"family": "llama", "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
     {
         "family": "llama",

@@ -17,6 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "experts": {"family": "qwen3_moe", "mlp_only_layers": [0]},
     "mixtral": {"family": "mixtral"},
+    "deepseek": {"family": "deepseek_v3"},
 }
 
 

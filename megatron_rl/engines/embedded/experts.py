@@ -19,15 +19,17 @@ def has_experts(mlp: Any) -> bool:
 
 
 def mix_experts(block: Any, hidden: torch.Tensor, fixed_shapes: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [B, S, H] -> outputs [B, S, H], and the experts of every token, int64 [B, S, top_k], heaviest first.
+    """hidden [B, S, H] -> outputs [B, S, H], and the experts of every token, int64 [B, S, top_k].
 
     With `fixed_shapes` every expert computes every token, so that no kernel's shape depends on the routing.
     """
     rows = hidden.flatten(0, -2)
     _, weights, experts = block.gate(rows)
     compute = partial(_all_experts, block.experts) if fixed_shapes else block.experts
-    mixed = compute(rows, experts, weights)
-    return mixed.view_as(hidden), experts.view(*hidden.shape[:-1], -1)
+    mixed = compute(rows, experts, weights).view_as(hidden)
+    if hasattr(block, "shared_experts"):  # DeepSeek's, which see every token
+        mixed = mixed + block.shared_experts(hidden)
+    return mixed, experts.view(*hidden.shape[:-1], -1)
 
 
 def _all_experts(stack: Any, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -46,6 +48,9 @@ def named_views(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     transformers keeps the experts of a layer in one tensor; what is yielded for each is a part of it, not a copy.
     """
+    for name, buffer in model.named_buffers():
+        if name.endswith(".e_score_correction_bias"):  # of DeepSeek's routers; checkpoints have it among the weights
+            yield name, buffer
     names = _MIXTRAL if model.config.model_type == "mixtral" else _USUAL
     for name, parameter in model.named_parameters():
         layer, found, leaf = name.rpartition(".mlp.experts.")

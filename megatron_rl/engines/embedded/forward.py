@@ -1,13 +1,14 @@
 """One pass through the modules of a transformers model; where keys and values live, and who sees them, is passed in.
 
 Qwen2, Qwen3, Llama, Mistral and Mixtral share their layout, so their layers are driven directly: no cache object, mask
-builder or output class of transformers stands in the decoding loop, and `tests/contract` holds the result to its full
-forward.
+builder or output class of transformers stands in the decoding loop, and tests hold the result to its full forward. The
+attention of DeepSeek-V3 is brought to the same terms by `latent_attention`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .experts import has_experts, mix_experts
+from .latent_attention import Rotate, project_latent, without_padding
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, queries [B, Hq, S, D], keys [B, Hkv, S, D], values) -> [B, S, Hq * D]."""
@@ -27,7 +29,7 @@ def ignore_routes(layer: int, experts: torch.Tensor) -> None:
     """Where nobody wants to know."""
 
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 class ForwardPass:
@@ -51,6 +53,11 @@ class ForwardPass:
         self.layers = list(model.model.layers)
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.value_dim: int | None = None
+        """Features of a value where they are fewer than those of a key."""
+        if config.model_type == "deepseek_v3":
+            self.num_kv_heads = self.num_heads
+            self.head_dim, self.value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         self.vocab_size: int = config.vocab_size
         self.dtype: torch.dtype = model.dtype
         self.moe_layers = [index for index, layer in enumerate(self.layers) if has_experts(layer.mlp)]
@@ -68,8 +75,11 @@ class ForwardPass:
         cos, sin = (table.unsqueeze(1) for table in decoder.rotary_emb(hidden, positions))
         place = {layer: number for number, layer in enumerate(self.moe_layers)}
         for index, layer in enumerate(self.layers):
-            queries, keys, values = self._project(layer.self_attn, layer.input_layernorm(hidden))
-            attended = attend(index, _rotate(queries, cos, sin), _rotate(keys, cos, sin), values)
+            project = self._project if self.value_dim is None else project_latent
+            states = project(layer.self_attn, layer.input_layernorm(hidden), partial(_rotate, cos=cos, sin=sin))
+            attended = attend(index, *states)
+            if self.value_dim is not None:
+                attended = without_padding(attended, self.num_heads, self.value_dim)
             hidden = hidden + layer.self_attn.o_proj(attended)
             normed = layer.post_attention_layernorm(hidden)
             if index in place:
@@ -84,14 +94,16 @@ class ForwardPass:
         """[..., hidden] -> [..., V]."""
         return self.model.lm_head(hidden)
 
-    def _project(self, attention: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(
+        self, attention: Any, hidden: torch.Tensor, rotate: Rotate
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         queries = attention.q_proj(hidden).view(shape)
         keys = attention.k_proj(hidden).view(shape)
         if hasattr(attention, "q_norm"):  # Qwen3 normalises each head before rotating it
             queries, keys = attention.q_norm(queries), attention.k_norm(keys)
         values = attention.v_proj(hidden).view(shape)
-        return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        return rotate(queries.transpose(1, 2)), rotate(keys.transpose(1, 2)), values.transpose(1, 2)
 
 
 def causal_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
