@@ -69,7 +69,8 @@ def launch(request, paths) -> tuple[dict[str, Case], dict[str, list[dict[str, An
 def of_all_ranks(ranks: list[dict[str, Any]], mode: str, when: str, kind: str = "forward") -> Used:
     total = Used.empty(*ranks[0]["engine_routes"].shape[:2])
     for rank in ranks:
-        total = total + rank[mode][when][kind]
+        if kind in rank[mode][when]:  # else its stage has no experts
+            total = total + rank[mode][when][kind]
     return total
 
 
