@@ -17,7 +17,12 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = {"tp2": TP2, "pp2": PP2, "dp2": DP2, "cp2": CP2}
+LAYOUTS = {
+    "tp2": TP2 | {"sequence_parallel": True},
+    "pp2": PP2,
+    "ep2": DP2 | {"expert_model_parallel_size": 2},
+    "cp2": CP2,
+}
 SCENARIOS = (
     "masked_garbage",
     "all_masked",
@@ -215,7 +220,7 @@ def _failure_on_rank_zero(cfg: Any, dp_rank: int) -> Any:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
     """By rank: layout -> scenario -> what happened."""
-    path = tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    path = tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe", vocab_size=VOCAB)
     return run_ranks(2, run_scenarios, str(path), timeout=240)
 
 
@@ -296,7 +301,7 @@ def test_reference_log_probs_are_cached_by_sample(found):
 
 
 def test_a_replica_without_samples_takes_part_in_every_pass(found):
-    assert [rank["dp2"]["one_sample"][0] for rank in found] == [1, 0]
+    assert [rank["ep2"]["one_sample"][0] for rank in found] == [1, 0]
     assert all(same == [True, True] for _, same, _ in of(found, "one_sample"))
     norms = [norm for _, _, norm in of(found, "one_sample")]
     assert norms == pytest.approx([norms[0] or 1] * len(norms), rel=1e-4)
@@ -306,7 +311,7 @@ def test_warm_up_minimises_the_negative_log_likelihood_of_the_whole_batch(found)
     for name in LAYOUTS:
         ranks = [rank[name]["warm_up"] for rank in found]
         parts = [rank["expected_here"] for rank in ranks]
-        expected = sum(parts) if name == "dp2" else parts[0]
+        expected = sum(parts) if name == "ep2" else parts[0]
         for rank in ranks:
             losses = [metrics["sft/loss"] for metrics in rank["metrics"]]
             assert losses[0] == pytest.approx(expected, rel=1e-5)
