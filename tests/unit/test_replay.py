@@ -182,6 +182,21 @@ def test_what_is_recorded_is_what_the_routers_chose_and_replays_bit_for_bit():
     assert all(torch.equal(a[0], b[0]) for a, b in zip(live, same, strict=True))
 
 
+def test_a_rank_without_sequences_routes_its_dummy_rows_live_and_counts_none():
+    shape = KINDS["softmax of the chosen"]
+    chunk, routing = build(shape)
+    empty = batch_of([4]).select([])
+    routes = all_routes(empty, np.zeros((1, 0, TOP_K), np.int16))
+    microbatch = pack(empty, [], RowShare(1, 4))
+    logits = torch.from_numpy(np.random.default_rng(3).normal(size=(4, 1, EXPERTS))).float()
+    with routing.begin(empty, replay=routes, compare={"engine": routes}, record=True) as run, torch.no_grad():
+        with run.forward(microbatch, chunk):
+            _, chosen = chunk[0].routing(logits)
+        assert torch.equal(chosen, chunk[0].routing(logits)[1])
+    assert run.tally.rows.sum() == run.tally.fallbacks.sum() == run.tally.load.sum() == 0
+    assert run.recorded()._values.shape == (1, 0, TOP_K)
+
+
 def test_megatrons_list_of_all_routers_of_the_process_stays_empty():
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
