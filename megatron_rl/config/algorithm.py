@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer steps per rollout batch; groups are dealt evenly over them."""
     max_tokens_per_microbatch: int = Field(16384, ge=2)
-    """Strict cap of packed tokens in one forward pass of one rank."""
+    """Strict cap of packed tokens in one forward pass of one model replica; context-parallel ranks share them."""
 
     @model_validator(mode="before")
     @classmethod
