@@ -140,7 +140,7 @@ def test_a_recomputed_layer_uses_the_sets_of_its_forward_pass_in_the_order_of_mi
     assert not torch.equal(chunk[0].routing(-logits[0])[1], first[0])  # outside of a pass: live
 
 
-def test_a_forward_pass_that_is_not_recomputed_is_no_error_silently():
+def test_a_forward_pass_that_is_not_recomputed_is_told():
     chunk, routing = build(KINDS["softmax of the chosen"])
     batch = batch_of([6])
     with (
