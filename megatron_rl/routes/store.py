@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class RouteStore:
         self.folder = Path(folder)
         self.num_layers, self.top_k, self.num_experts = num_layers, top_k, num_experts
         self.dtype = np.dtype(np.uint8 if num_experts <= MOST_SMALL else np.int16)
-        self._writer = secrets.token_hex(4)
+        self._writer, self._turn = secrets.token_hex(4), threading.Lock()
         self._suffix = f".{num_layers}x{top_k}x{num_experts}.{self.dtype.kind}{self.dtype.itemsize}"
 
     @property
@@ -75,7 +76,7 @@ class RouteStore:
     def append(self, routes: Rows, first: int, pack: str = "pack") -> RoutePart:
         """Write routes [rows, layers, top_k] of the tokens from `first` on into this writer's file of `pack`.
 
-        What belongs to one pack is removed together. One call at a time.
+        What belongs to one pack is removed together. Threads take turns.
 
         Raises:
             ValueError: the shape is not this store's, or an id is no expert's.
@@ -84,9 +85,9 @@ class RouteStore:
         self._require(routes)
         name = f"{pack}.{self._writer}{self._suffix}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / name, "ab", buffering=0) as file:
+        rest = np.ascontiguousarray(routes.swapaxes(0, 1), self.dtype).ravel().view(np.uint8).data
+        with self._turn, open(self.folder / name, "ab", buffering=0) as file:
             offset = file.seek(0, os.SEEK_END)
-            rest = np.ascontiguousarray(routes.swapaxes(0, 1), self.dtype).ravel().view(np.uint8).data
             while rest:
                 rest = rest[file.write(rest) :]
         return RoutePart(name, offset, first, len(routes))

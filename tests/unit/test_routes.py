@@ -1,11 +1,14 @@
 """Files of routes: what was appended is read back by layer and token, from whichever part covers it, or refused."""
 
+import io
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.routes import RoutePart, RoutesError, RouteStore, StoredRoutes
+from megatron_rl.routes import store as store_module
 
 
 def rows_of(tokens, layers, top_k, experts, salt=0):
@@ -102,6 +106,25 @@ def test_files_that_are_gone_short_or_of_another_model_are_refused_with_their_na
     file.unlink()
     with pytest.raises(RoutesError, match="No such file"):
         store.read([part], [0], 0, 4)
+
+
+class Hesitant(io.FileIO):
+    """A file that lets others go first between finding its end and writing there."""
+
+    def seek(self, *place):
+        offset = super().seek(*place)
+        time.sleep(0.001)
+        return offset
+
+
+def test_threads_of_one_writer_take_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "open", lambda path, mode, buffering=0: Hesitant(path, mode), raising=False)
+    store = RouteStore(tmp_path, 3, 2, 200)
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(lambda i: store.append(np.full((1 + i % 3, 3, 2), i), 0, "pack"), range(40)))
+    assert len({part.file for part in parts}) == 1
+    for i, part in enumerate(parts):
+        assert (store.read([part], range(3), 0, part.rows) == i).all()
 
 
 WRITER = """
