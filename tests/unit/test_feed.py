@@ -1,17 +1,22 @@
-"""What rank 0 makes of a step's status while it waits for rollouts."""
+"""What rank 0 makes of a step's status while it waits for rollouts, and what ranks make of their share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megatron_rl import feed
 from megatron_rl.cluster.rank_zero import RankZero
 from megatron_rl.rollout.pull import StepStatus
+from megatron_rl.rollout.sample import Group, Span
+from megatron_rl.rollout.wire import RolloutShard
+from megatron_rl.routes import RouteStore
 from tests.parallel.policy_setup import make_config
 
 NEEDY = ["http://b:1"]
@@ -61,3 +66,17 @@ def test_engines_that_go_out_and_come_back_are_told_to_the_user(monkeypatch: pyt
         "WARNING engine http://b is out (1 of 2 engines serve): connection refused",
         "INFO engine http://b serves (2 of 2 engines serve)",
     ]
+
+
+def test_the_routes_of_a_shard_are_read_from_the_run_when_they_are_used(tmp_path: Path) -> None:
+    store = RouteStore(tmp_path, 2, 1, 9)
+    group = Group.start(1, "p", np.arange(2), 2, run_seed=0, version=0, temperature=1.0)
+    for sample in group.samples:
+        rows = np.full((3, 2, 1), 3 + sample.index)
+        sample.append([1, 2], [-1.0, -1.0], [Span(0, 0, 2)], store.append(rows, 0))
+    blob = RolloutShard.of(group.samples[::-1]).to_bytes()
+    routes = feed._sequence_batch(blob, RouteStore(tmp_path, 2, 1, 9)).routes
+    assert routes is not None
+    assert routes.rows(0, [1], 1, 4).tolist() == [[[4], [4], [-1]]]
+    assert routes.select([1]).rows(0, [0, 1], 0, 1).tolist() == [[[3]], [[3]]]
+    assert feed._sequence_batch(blob, None).routes is None

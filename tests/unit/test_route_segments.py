@@ -145,6 +145,22 @@ def test_routes_survive_the_loss_of_every_worker_and_a_suspension(tmp_path: Path
     assert len(writers) >= 3, "routes came through fewer processes than there were"
 
 
+def test_without_workers_the_controller_keeps_them_itself(tmp_path: Path) -> None:
+    form = format_in(tmp_path / "routes")
+
+    async def run() -> list[Group]:
+        groups = [start(i, 2) for i in range(3)]
+        options: dict[str, Any] = {"vocab_size": VOCABULARY, "limits": LIMITS, "routes": form}
+        async with served(CodedServer()) as url, connect([url], **options) as client:
+            await generate_all(client, groups, WANTED)
+        return groups
+
+    groups = asyncio.run(run())
+    require_whole(groups)
+    for sample in (sample for group in groups for sample in group.samples):
+        require_exact_routes(sample, form.store())
+
+
 def test_who_does_not_ask_gets_and_keeps_nothing(tmp_path: Path) -> None:
     form = format_in(tmp_path / "routes")
 
