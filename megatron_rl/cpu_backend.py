@@ -90,7 +90,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _torch_without_cuda() -> types.ModuleType:
+def torch_without_cuda() -> types.ModuleType:
     """A module equal to `torch`, attribute by attribute, but for the tensor factories."""
     view = types.ModuleType("torch")
     view.__dict__.update(torch.__dict__)
@@ -103,7 +103,7 @@ def _literals_of(module: str) -> Callable[[], Iterator[tuple[Any, str, Any]]]:
     """The name `torch` of one Megatron module is bound to a view: no other code sees it, no operation gets slower."""
 
     def patches() -> Iterator[tuple[Any, str, Any]]:
-        yield importlib.import_module(f"megatron.core.{module}"), "torch", _torch_without_cuda()
+        yield importlib.import_module(f"megatron.core.{module}"), "torch", torch_without_cuda()
 
     return patches
 

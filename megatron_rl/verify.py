@@ -89,7 +89,7 @@ def verify_log_probs(weights: Path, reference: Path, texts: Sequence[str], toler
     if not ids:
         raise WeightsError(f"{reference}: its tokenizer makes no text of two tokens; give longer ones")
     theirs = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
-    with torch.no_grad(), _one_rank(), _Megatron(weights, reference) as ours:
+    with torch.no_grad(), one_rank(), _Megatron(weights, reference) as ours:
         gaps = [
             (_log_probs(ours(tokens), tokens) - _log_probs(theirs(tokens[None]).logits[0], tokens)).abs()
             for tokens in ids
@@ -104,7 +104,7 @@ def verify_log_probs(weights: Path, reference: Path, texts: Sequence[str], toler
 
 
 @contextmanager
-def _one_rank() -> Iterator[None]:
+def one_rank() -> Iterator[None]:
     """A world of this process alone, whatever the environment says."""
     distributed.initialize(Place(0, 1, 0, _Alone()), ParallelConfig(), 0, _TIMEOUT_S, "cpu")
     try:

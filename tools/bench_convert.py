@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import HfConfig, read_hf_config  # noqa: E402
+from megatron_rl.weights.convert.cuts import TargetLayout  # noqa: E402
 from megatron_rl.weights.convert.job import Options  # noqa: E402
+from megatron_rl.weights.convert.opened import Opened, open_checkpoint  # noqa: E402
 from megatron_rl.weights.convert.tensors import Rows  # noqa: E402
 from megatron_rl.weights.families import family_of  # noqa: E402
 from tools.bench_common import BenchError, load_average, spread  # noqa: E402
@@ -39,6 +41,7 @@ def main() -> int:
     """Measure and print; 0, or 1 with the end of what failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="size of the random model")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0 = a dense Llama, else a Qwen3")
     parser.add_argument("--runs", type=int, default=3, help="of each side; they take turns")
     parser.add_argument("--max-memory-mib", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary one")
@@ -49,17 +52,18 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         try:
-            compare(Path(name), arguments.gib, arguments.runs, arguments.max_memory_mib)
+            compare(Path(name), arguments.gib, arguments.experts, arguments.runs, arguments.max_memory_mib)
         except BenchError as error:
             print(f"bench_convert: {error}", file=sys.stderr)
             return 1
     return 0
 
 
-def compare(folder: Path, gib: float, runs: int, max_memory_mib: int) -> None:
+def compare(folder: Path, gib: float, experts: int, runs: int, max_memory_mib: int) -> None:
     """Make the model and its conversion once, then let the sides take turns."""
-    size = write_random_model(folder / "hf", int(gib * 2**30))
-    print(f"random bf16 Llama of {size / 1e9:.2f} GB; {load_average()}; --max-memory {max_memory_mib} MiB", flush=True)
+    size = write_random_model(folder / "hf", int(gib * 2**30), experts)
+    what = f"Qwen3 with {experts} experts a layer" if experts else "Llama"
+    print(f"random bf16 {what}, {size / 1e9:.2f} GB; {load_average()}; --max-memory {max_memory_mib} MiB", flush=True)
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     peaks: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -101,8 +105,6 @@ def run_side(side: str, folder: Path, max_memory: int) -> dict[str, float]:
     from safetensors.torch import load_file, save_file
 
     from megatron_rl.weights.convert import actions
-    from megatron_rl.weights.convert.cuts import TargetLayout
-    from megatron_rl.weights.convert.opened import open_checkpoint
 
     before, began, cpu = _peak_bytes(), time.monotonic(), time.process_time()
     out = folder / "out"
@@ -114,7 +116,7 @@ def run_side(side: str, folder: Path, max_memory: int) -> dict[str, float]:
     else:
         source = open_checkpoint(folder / ("megatron" if side == "megatron-to-hf" else "hf"))
         plan = {
-            "hf-to-megatron": lambda: actions.hf_to_megatron(source, out, TargetLayout(2, 2), None),
+            "hf-to-megatron": lambda: actions.hf_to_megatron(source, out, _layout(source), None),
             "megatron-to-hf": lambda: actions.megatron_to_hf(source, out, None, SHARD_BYTES),
             "cast": lambda: actions.cast(source, out, torch.float16, SHARD_BYTES),
         }[side]()
@@ -124,6 +126,10 @@ def run_side(side: str, folder: Path, max_memory: int) -> dict[str, float]:
         "cpu_seconds": time.process_time() - cpu,
         "peak_bytes": _peak_bytes() - before,
     }
+
+
+def _layout(source: Opened) -> TargetLayout:
+    return TargetLayout(2, 2, expert=1 if source.hf().moe is None else 2)
 
 
 class _Silent:
@@ -141,19 +147,26 @@ def _peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def write_random_model(path: Path, size: int) -> int:
-    """A Llama of about `size` bytes in bf16, in files of a GB; returns the bytes of its tensors."""
+def write_random_model(path: Path, size: int, experts: int) -> int:
+    """A model of about `size` bytes in bf16, in files of a GB; returns the bytes of its tensors."""
     from megatron_rl.weights.convert.hf_target import HfTarget
 
     path.mkdir()
     hidden, ffn, vocab = 2048, 8192, 32768
+    mlp = {"model_type": "llama", "intermediate_size": ffn}
     layer = 4 * hidden * hidden + 3 * hidden * ffn
-    layers = max(2, round((size / 2 - 2 * vocab * hidden) / layer))
-    described = {
-        "model_type": "llama",
+    if experts:
+        mlp |= {
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 768,
+        }
+        layer = 4 * hidden * hidden + experts * 3 * hidden * 768
+    layers = max(2, 2 * round((size / 2 - 2 * vocab * hidden) / layer / 2))
+    described = mlp | {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": ffn,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "vocab_size": vocab,
