@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3"]
+Family = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"]
 
+_LATENT: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 MOE_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 8,
@@ -25,21 +37,8 @@ MOE_SETTINGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": None},
-    "deepseek_v3": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-    },
+    "deepseek_v2": _LATENT | {"q_lora_rank": None, "routed_scaling_factor": 1.5, "topk_method": "greedy"},
+    "deepseek_v3": _LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_group": 1},
 }
 """Families with experts; what makes their tiny models: eight experts of which a token gets two."""
 PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
@@ -94,7 +93,9 @@ def _byte_symbol(character: str) -> str:
 def _classes(family: Family) -> tuple[type, type]:
     import transformers
 
-    name = {"qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3"}.get(family, family.capitalize())
+    name = {"qwen3_moe": "Qwen3Moe", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}.get(
+        family, family.capitalize()
+    )
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
 
@@ -134,7 +135,7 @@ def tiny_model(
         "eos_token_id": SPECIAL_TOKENS.index(IM_END),
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
     }
-    if family in ("qwen2", "deepseek_v3"):
+    if family in ("qwen2", "deepseek_v2", "deepseek_v3"):
         del settings["head_dim"]  # it follows from other settings
     if family == "mistral":
         settings["sliding_window"] = None  # its default is a window of 4096

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .hf_numbers import given, positive
 from .hf_shapes import MlaShape, MoeShape
 
-LATENT = ("deepseek_v3",)
+LATENT = ("deepseek_v2", "deepseek_v3")
 """Model types with multi-head latent attention."""
 
 
@@ -49,15 +50,19 @@ def mla_of(raw: dict[str, Any]) -> MlaShape | None:
 
 def not_computed(raw: dict[str, Any]) -> str | None:
     """The first key about experts whose value asks for something else than is computed here."""
-    scoring, method = raw.get("scoring_func", "sigmoid"), raw.get("topk_method", "noaux_tc")
     if raw["model_type"] not in LATENT:
         return None
-    if scoring != "sigmoid":
-        return f"scoring_func={scoring!r} is not supported; only sigmoid"
-    if method != "noaux_tc":
-        return f"topk_method={method!r} is not supported; only noaux_tc"
+    third = raw["model_type"] == "deepseek_v3"
+    for key, value in (
+        ("scoring_func", "sigmoid" if third else "softmax"),
+        ("topk_method", "noaux_tc" if third else "greedy"),
+    ):
+        if raw.get(key, value) != value:
+            return f"{key}={raw[key]!r} is not supported; only {value}"
     if raw.get("rope_interleave", True) is not True:
         return "rope_interleave=false is not supported"
+    if not third:
+        return "norm_topk_prob=true is not supported with softmax scores" if raw.get("norm_topk_prob") else None
     top_k, groups, top_groups = (raw.get(key) or 1 for key in ("num_experts_per_tok", "n_group", "topk_group"))
     if groups > 1 and top_k != 2 * top_groups:
         # The score of a group is the sum of its best two; Megatron takes the best top_k / topk_group.
@@ -87,18 +92,26 @@ def _mixtral(raw: dict[str, Any], num_layers: int) -> MoeShape:
     )
 
 
-def _deepseek_v3(raw: dict[str, Any], num_layers: int) -> MoeShape:
+def _deepseek_v2(raw: dict[str, Any], num_layers: int) -> MoeShape:
     size, step = positive(raw, "moe_intermediate_size"), positive({"moe_layer_freq": 1, **given(raw)}, "moe_layer_freq")
     first = raw.get("first_k_dense_replace") or 0
-    groups = positive({"n_group": 1, **given(raw)}, "n_group")
     return MoeShape(
         num_experts=positive(raw, "n_routed_experts"),
         top_k=positive(raw, "num_experts_per_tok"),
         ffn_hidden_size=size,
         shared_ffn_hidden_size=size * (raw.get("n_shared_experts") or 0),
         dense_layers=tuple(layer for layer in range(num_layers) if layer < first or layer % step),
-        score_function="sigmoid",
+        normalise_top_k=False,
         scaling_factor=positive({"routed_scaling_factor": 1.0, **given(raw)}, "routed_scaling_factor", float),
+    )
+
+
+def _deepseek_v3(raw: dict[str, Any], num_layers: int) -> MoeShape:
+    groups = positive({"n_group": 1, **given(raw)}, "n_group")
+    return replace(
+        _deepseek_v2(raw, num_layers),
+        score_function="sigmoid",
+        normalise_top_k=True,
         num_groups=groups if groups > 1 else None,
         top_groups=positive(raw, "topk_group") if groups > 1 else None,
         expert_bias=True,
@@ -114,5 +127,6 @@ def _experts(raw: dict[str, Any]) -> int:
 _READERS: dict[str, Callable[[dict[str, Any], int], MoeShape]] = {
     "qwen3_moe": _qwen3,
     "mixtral": _mixtral,
+    "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
 }

@@ -68,7 +68,7 @@ def experts(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
         }
     elif family == "mixtral":
         found = {"num_local_experts": count, "num_experts_per_tok": 2, "intermediate_size": size}
-    elif family == "deepseek_v3":
+    elif family in ("deepseek_v2", "deepseek_v3"):
         found = {
             "n_routed_experts": count,
             "num_experts_per_tok": 2,

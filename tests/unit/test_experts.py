@@ -13,7 +13,7 @@ from megatron_rl.config.hf_shapes import MlaShape, MoeShape
 from megatron_rl.policy.experts import expert_options
 from megatron_rl.policy.model import transformer_config
 from tests.parallel.policy_setup import make_config
-from tests.tiny import Family, tiny_model
+from tests.tiny import MOE_SETTINGS, Family, tiny_model
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "model_configs"
 
@@ -82,6 +82,8 @@ def test_layers_without_experts_are_told_by_step_or_by_name(tmp_path: Path) -> N
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=false is not supported with sigmoid scores"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; only sigmoid"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported; only noaux_tc"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy' is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true is not supported with softmax scores"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false is not supported"),
         ("deepseek_v3", {"kv_lora_rank": None}, "the key 'kv_lora_rank' is missing"),
     ],
@@ -93,7 +95,7 @@ def test_what_would_be_computed_otherwise_is_refused(
         changed(tmp_path, family, **changes)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", MOE_SETTINGS)
 def test_nothing_balances_the_load_and_routers_compute_in_fp32(family: Family, tmp_path: Path) -> None:
     cfg = make_config(tiny_model(tmp_path, family))
     config = transformer_config(read_hf_config(tmp_path), cfg.model, cfg.parallel)
