@@ -91,6 +91,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tools/bench_partial.py",
         "tools/bench_routes.py",
     ),
+    "tests/contract/test_routes.py": ("megatron_rl/engines/", "megatron_rl/rollout/", "tests/contract/"),
     "tests/e2e/test_routes_kept.py": ("megatron_rl/rollout/", "megatron_rl/routes/"),
     "tests/e2e/test_smollm2.py": ("configs/smollm2", "megatron_rl/weights/", "tools/fetch_smollm2.py"),
     "tests/e2e/test_convert_smollm2.py": ("megatron_rl/weights/", "megatron_rl/verify.py", "tools/fetch_smollm2.py"),

@@ -42,11 +42,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return made[0], made[1]
 
 
-@pytest.fixture(scope="module", params=["embedded", "sglang"])
+@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.slow)])
 def server(
     request: pytest.FixtureRequest, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One of each kind that keeps routes, serving the first model; tests leave it so."""
+    """One of each kind that keeps routes, serving the first model; tests leave it so. SGLang's is a second one."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "sglang" and not SGLANG.exists():
         pytest.skip(NO_SGLANG)
