@@ -28,7 +28,6 @@ from megatron_rl.policy.checkpoint import CheckpointError, first_line
 from megatron_rl.policy.distributed import device, peer_failure
 from megatron_rl.policy.exchange import on_every_rank, on_rank_zero
 from megatron_rl.policy.forward import LogProbHead, LossHead, Projection, run_schedule, sum_gradients
-from megatron_rl.policy.manifest import Manifest
 from megatron_rl.policy.microbatch import Plan
 from megatron_rl.policy.model import build_model
 from megatron_rl.policy.offload import TrainingMemory
@@ -341,10 +340,12 @@ class Policy:
         written again.
 
         Raises:
-            CheckpointError: on every rank; the checkpoint is damaged, of another model, or was written with the other
-                kind of optimizer.
+            CheckpointError: on every rank; the checkpoint is damaged, or of another model.
         """
-        on_rank_zero(lambda: self._check(checkpoint.verify(folder), folder), CheckpointError)
+        on_rank_zero(
+            lambda: checkpoint.require_model(folder, checkpoint.verify(folder), self.hf.shape, self._cfg.model.path),
+            CheckpointError,
+        )
         rank, world = dist.get_rank(), dist.get_world_size()
         on_every_rank(lambda: checkpoint.verify_contents(folder, rank, world), CheckpointError)
         if self._cfg.algorithm.kl_coef > 0 and self.reference is None:
@@ -365,16 +366,6 @@ class Policy:
                 raise
             logger.warning("loading %s failed", folder, exc_info=True)
             raise checkpoint.unreadable(folder, folder / "policy", error) from error
-
-    def _check(self, manifest: Manifest, folder: Path) -> None:
-        checkpoint.require_model(folder, manifest, self.hf.shape, self._cfg.model.path)
-        key = "use_distributed_optimizer"
-        stored = manifest.layout[key]
-        if stored != self._cfg.parallel.use_distributed_optimizer:
-            setting = f"parallel.{key}={str(stored).lower()}"
-            raise CheckpointError(
-                f"{folder} was written with {setting}, and the other kind of optimizer cannot read it: set {setting}"
-            )
 
     # ------------------------------------------------------------------------------------------------------ plumbing
 

@@ -6,8 +6,8 @@ In the directory that is given:
     reference/   the reference policy's weights, only when there is one
 
 Tensors are stored by their global name and shape, each shard once, so they can be read in another layout: at other
-tensor, pipeline, data, expert or expert-tensor parallel sizes. Random states belong to a rank, so they return only at
-the layout that wrote them. A checkpoint of the distributed optimizer cannot be read without it, or the other way round.
+tensor, pipeline, data, expert or expert-tensor parallel sizes, with or without the distributed optimizer. Random states
+belong to a rank, so they return only at the layout that wrote them.
 """
 
 from __future__ import annotations
