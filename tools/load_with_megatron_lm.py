@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = (
-    "--use-checkpoint-args --auto-detect-ckpt-format --ckpt-format torch_dist --no-load-optim --no-load-rng "
-    "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 2 --transformer-impl local "
-    "--use-cpu-initialization --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion "
-    "--no-rope-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion"
-).split()
+OPTIONS = """
+--use-checkpoint-args --auto-detect-ckpt-format --ckpt-format torch_dist --no-load-optim --no-load-rng
+--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 2 --transformer-impl local --use-cpu-initialization
+--attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion
+--no-bias-dropout-fusion --no-bias-swiglu-fusion --no-masked-softmax-fusion
+"""
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def load(checkpoint: Path, hf_dir: Path) -> dict[str, Any]:
         from megatron.training import arguments, checkpointing, global_vars
 
         checkpointing.torch = cpu_backend.torch_without_cuda()
-        sys.argv = ["", "--load", str(checkpoint), *OPTIONS, "--norm-epsilon", str(hf.rms_norm_eps)]
+        sys.argv = ["", "--load", str(checkpoint), *OPTIONS.split(), "--norm-epsilon", str(hf.rms_norm_eps)]
         sys.argv += ["--qk-layernorm"] if hf.qk_norm else []
         os.environ.update(RANK="0", WORLD_SIZE="1")
         args, _ = checkpointing.load_args_from_checkpoint(arguments.parse_args())
