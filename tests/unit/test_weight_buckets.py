@@ -43,6 +43,18 @@ def test_a_plan_is_not_wasteful(groups: list[list[tuple[int, ...]]]) -> None:
         assert before.nbytes + sum(t.nbytes for t in bucket.tensors if t.name.startswith(first + ".")) > 200
 
 
+@given(st.lists(st.tuples(shapes, st.sampled_from([*DTYPES, torch.float8_e4m3fn])), min_size=1), st.integers(1, 600))
+def test_tensors_of_any_formats_begin_where_their_numbers_can(
+    tensors: list[tuple[tuple[int, ...], torch.dtype]], capacity: int
+) -> None:
+    planned = [[TensorSpec(f"t{i}", shape, dtype)] for i, (shape, dtype) in enumerate(tensors)]
+    buckets = plan_buckets(planned, capacity)
+    for bucket in buckets:
+        views = bucket.named_views(torch.zeros(bucket.nbytes, dtype=torch.uint8))
+        assert all((views[t.name].shape, views[t.name].dtype) == (t.shape, t.dtype) for t in bucket.tensors)
+    assert sorted(t.name for bucket in buckets for t in bucket.tensors) == sorted(t.name for [t] in planned)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_views_share_the_buffer_and_lie_side_by_side(dtype: torch.dtype) -> None:
     bucket = Bucket((TensorSpec("a", (2, 3), dtype), TensorSpec("b", (), dtype), TensorSpec("c", (4,), dtype)))
