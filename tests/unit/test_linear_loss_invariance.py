@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.loss_batches import batches, splits
 from tests.loss_heads import Ranks, World, as_found, evaluate_heads, linear_reference
-from tests.loss_recipes import EXTRAS, SEQUENCE_LEVEL, recipes
+from tests.loss_recipes import EXTRAS, SEQUENCE_LEVEL, recipes, weights_of
 from tests.reference_loss import Recipe
 from tests.unit.test_loss_invariance import errors
 from tests.worst import worst
@@ -39,4 +39,5 @@ def test_any_split_and_chunk_has_the_loss_gradients_and_metrics_of_the_formula(
     found = as_found(batch, evaluate_heads(batch, full, world, log_probs, given_old, split, ranks))
     assert np.isfinite(found.loss)
     assert not found.gradients["hidden"][~batch.mask].any()
-    assert worst(errors(found, expected).values()) <= 1e-5, errors(found, expected)
+    cancelled = 0.1 * float(np.abs(weights_of(batch, full, log_probs)).max())  # of opmd, whose terms differ by little
+    assert worst(errors(found, expected, cancelled).values()) <= 1e-5, errors(found, expected, cancelled)

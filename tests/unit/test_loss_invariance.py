@@ -27,13 +27,16 @@ def policy_of(batch: Batch) -> dict[str, np.ndarray]:
     return {"log_probs": rng.uniform(-4.0, -0.1, size), "entropy": rng.uniform(0.0, 3.0, size)}
 
 
-def errors(found: Found, expected: Found) -> dict[str, float]:
-    """Of the loss relative to the sum of its terms, of a gradient to its largest entry, of a metric to 1 or itself."""
+def errors(found: Found, expected: Found, floor: float = 0.0) -> dict[str, float]:
+    """Of the loss relative to the sum of its terms, of a gradient to its largest entry, of a metric to 1 or itself.
+
+    `floor` is the least that counts as a gradient's largest entry: where terms cancel, nothing but rounding is left.
+    """
     assert found.metrics.keys() == expected.metrics.keys()
     result = {"loss": abs(found.loss - expected.loss) / (expected.sum_of_terms or 1.0)}
     for name, gradient in found.gradients.items():
         wanted = expected.gradients[name]
-        result[name] = float(np.abs(gradient - wanted).max() / (np.abs(wanted).max() or 1.0))
+        result[name] = float(np.abs(gradient - wanted).max() / (max(np.abs(wanted).max(), floor) or 1.0))
     for name, value in expected.metrics.items():
         result[name] = abs(found.metrics[name] - value) / max(1.0, abs(value))
     return result
