@@ -17,7 +17,15 @@ from typing import Any
 import pytest
 
 from megatron_rl.rollout.control import EngineControl
-from tests.contract.servers import Client, Server, launch_embedded, wait_until_ready
+from tests.contract.servers import (
+    NO_SGLANG,
+    SGLANG,
+    Client,
+    Server,
+    launch_embedded,
+    launch_sglang,
+    wait_until_ready,
+)
 from tests.parallel.launch import RankError, run_ranks
 from tests.parallel.policy_setup import layout, make_config
 from tests.tiny import tiny_model
@@ -49,6 +57,7 @@ def open_publisher(
     parallel: dict[str, Any],
     kind: str,
     policy: Any = None,
+    api_key: str | None = None,
 ) -> Any:
     """A publisher over this policy, or a new one; small buckets."""
     import torch.distributed as dist
@@ -62,7 +71,7 @@ def open_publisher(
     publisher.MIB = BUCKET_BYTES  # type: ignore[attr-defined]
     store = dist.PrefixStore(str(run_dir), dist.distributed_c10d._get_default_store())  # a run's own, as it were
     zero = RankZero(store, dist.get_rank())
-    engines = EngineControl(urls, timeout_s=DEADLINE_S)
+    engines = EngineControl(urls, timeout_s=DEADLINE_S, api_key=api_key)
     return publisher.Publisher(cfg, policy or Policy.build(cfg), zero, engines, lambda: False, lambda: False)
 
 
@@ -76,11 +85,11 @@ def change(policy: Any, factor: float) -> None:
                 parameter.mul_(factor)
 
 
-def checksums(urls: list[str]) -> list[dict[str, str]]:
-    return [Client(url).checksums() for url in urls]
+def checksums(urls: list[str], api_key: str | None = None) -> list[dict[str, str]]:
+    return [Client(url, api_key).checksums() for url in urls]
 
 
-def publish_in_all_layouts(path: Path, folder: Path, urls: list[str]) -> dict[str, Any]:
+def publish_in_all_layouts(path: Path, folder: Path, urls: list[str], api_key: str | None = None) -> dict[str, Any]:
     """Who holds the weights, and checksums: of version 0, of version 1, and when the disk has brought that again."""
     from megatron_rl.policy import distributed
     from megatron_rl.policy.policy import Policy
@@ -93,8 +102,8 @@ def publish_in_all_layouts(path: Path, folder: Path, urls: list[str]) -> dict[st
             policy = Policy.build(cfg)
             for kind in KINDS:
                 load_hf_weights(policy.chunks, policy.hf, path)
-                publisher = open_publisher(path, folder / f"{name}-{kind}", urls, parallel, kind, policy)
-                look = functools.partial(publisher._zero.run, "checksums", lambda: checksums(urls), DEADLINE_S)
+                publisher = open_publisher(path, folder / f"{name}-{kind}", urls, parallel, kind, policy, api_key)
+                look = functools.partial(publisher._zero.run, "checksums", lambda: checksums(urls, api_key), DEADLINE_S)
                 held, sums = [publisher.publish(0)], [look()]
                 change(policy, 1.02)
                 held.append(publisher.publish(1))
@@ -270,18 +279,40 @@ def published(model: Path, urls: list[str], tmp_path_factory: pytest.TempPathFac
 # ---------------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_transport_brings_the_bytes_that_the_export_has(
-    name: str, kind: str, published: list[dict[str, Any]], urls: list[str]
-) -> None:
-    for result in published:
-        found = result[f"{name}-{kind}"]
+def check(results: list[dict[str, Any]], case: str, urls: list[str]) -> None:
+    """Every engine held the weights each time, and they were those of the export."""
+    for result in results:
+        found = result[case]
         assert found["held"] == [urls, urls, urls]
         before, after, from_disk = found["sums"]
         assert before == result["original"]  # what was loaded and published unchanged
         assert all(after[0][tensor] != before[0][tensor] for tensor in before[0])
         assert after == from_disk
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_transport_brings_the_bytes_that_the_export_has(
+    name: str, kind: str, published: list[dict[str, Any]], urls: list[str]
+) -> None:
+    check(published, f"{name}-{kind}", urls)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SGLANG.exists(), reason=NO_SGLANG)
+def test_every_transport_brings_experts_to_sglang(tmp_path: Path) -> None:
+    # SGLang's model of this family has experts in every layer, whatever config.json says.
+    model = tiny_model(tmp_path / "m", "qwen3_moe", **MODEL | {"mlp_only_layers": []})
+    server = launch_sglang(tmp_path, model, model, 4, MODEL["max_position_embeddings"])
+    try:
+        wait_until_ready(server)
+        words = ([server.url], server.api_key)
+        original = checksums(*words)
+        results = run_ranks(4, publish_in_all_layouts, model, tmp_path, *words, timeout=500)
+    finally:
+        server.stop()
+    for case in (f"{name}-{kind}" for name in LAYOUTS for kind in KINDS):
+        check([{"original": original, **result} for result in results], case, [server.url])
 
 
 def test_directories_are_written_when_they_are_needed_only(published: list[dict[str, Any]]) -> None:
