@@ -13,6 +13,8 @@ def routing_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
     if hf.moe is None:
         yield from _of_dense_models(cfg)
         return
+    if cfg.engine.kind == "sglang":
+        yield from _unlike_in_sglang(hf)
     replay, old = cfg.moe.routing_replay, cfg.algorithm.old_logprobs
     if replay == "R3" and not cfg.engine.routed_experts:
         yield (
@@ -36,6 +38,18 @@ def routing_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
             f"moe.max_routing_mismatch={limit} is measured in the pass for old log-probs, and "
             f"algorithm.old_logprobs={old} has none; use old_logprobs=recompute, or leave max_routing_mismatch out"
         )
+
+
+def _unlike_in_sglang(hf: HfConfig) -> Iterator[str]:
+    """What SGLang 0.5.23 leaves unread in config.json of this family, and would compute otherwise."""
+    if hf.moe is None or hf.model_type != "qwen3_moe":
+        return
+    for key, meant in (("tie_word_embeddings", hf.tie_word_embeddings), ("mlp_only_layers", hf.moe.dense_layers)):
+        if meant:
+            yield (
+                f"engine.kind=sglang does not heed {key} in config.json of a qwen3_moe model and would sample from "
+                "another one; use engine.kind=embedded, or a model without it"
+            )
 
 
 def _of_dense_models(cfg: Config) -> Iterator[str]:

@@ -231,6 +231,15 @@ RULES: tuple[Rule, ...] = (
         "moe.routing_replay=R3, and compare them with megatron-rl preflight --parity",
     ),
     Rule(
+        "routes are missing",
+        "WARNING",
+        "routing/live_share",
+        lambda t, _: t.now > 0.05,
+        lambda t, _: t.now < 0.02,
+        "{now:.0%} of the tokens have no routes to replay and choose their experts anew: look whether every engine "
+        "runs with --enable-return-routed-experts and whether files below routes/ were removed",
+    ),
+    Rule(
         "experts die",
         "WARNING",
         "routing/dead_experts",

@@ -141,6 +141,7 @@ METRICS: tuple[MetricInfo, ...] = (
         _ONE,
         "with moe.routing_replay",
     ),
+    MetricInfo("routing/live_share", "these, of all tokens", "share", _ONE, "with moe.routing_replay"),
     MetricInfo(
         "routing/load_max_over_mean", "tokens of the fullest expert over those of the mean one", "ratio", _LAYERS, _MOE
     ),

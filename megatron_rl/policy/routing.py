@@ -114,4 +114,5 @@ class Routers:
             found |= counts.mismatch_metrics(name, self._names)
         if run.replays:
             found["routing/live_rows"] = float(counts.fallbacks.mean())
+            found["routing/live_share"] = float(counts.fallbacks.sum() / max(counts.rows.sum(), 1))
         return found

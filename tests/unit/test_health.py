@@ -69,6 +69,12 @@ def test_each_trend_warns_once(metric: str, start: float, later: float, rule: st
     assert not any(line.startswith(f"WARNING {rule}:") for line in back)
 
 
+@pytest.mark.parametrize("start", [0.0, 0.2])
+def test_missing_routes_warn_also_from_the_start(start: float) -> None:
+    lines = [line for _, line in observe(constant_then("routing/live_share", start, 0.2), updates_per_batch=4)]
+    assert [line.split(":", 1)[0] for line in lines] == ["WARNING routes are missing"]
+
+
 def test_a_value_that_was_out_of_its_band_from_the_start_only_informs() -> None:
     for metric, value in (
         ("gap/mean_abs", 0.2),

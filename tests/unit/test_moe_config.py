@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import read_hf_config, validate
+from megatron_rl.config.hf_shapes import MoeShape
 from megatron_rl.config.moe_checks import routing_problems
 from tests.unit.test_moe_recipes import MODELS
 
@@ -64,6 +65,18 @@ def test_routing_of_a_model_with_experts(sections, messages):
 )
 def test_routing_of_a_dense_model(sections, message):
     assert_problems("qwen3_30b_a3b", sections, [] if message is None else [message], moe=None)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"tie_word_embeddings": True}, "engine.kind=sglang does not heed tie_word_embeddings"),
+        ({"moe": MoeShape(8, 2, 32, dense_layers=(0,))}, "engine.kind=sglang does not heed mlp_only_layers"),
+        ({"model_type": "mixtral", "tie_word_embeddings": True}, None),
+    ],
+)
+def test_what_sglang_would_compute_otherwise(facts, message):
+    assert_problems("qwen3_30b_a3b", {"engine": {"kind": "sglang"}}, [] if message is None else [message], **facts)
 
 
 def assert_problems(model: str, sections: dict[str, Any], messages: list[str], **facts: Any) -> None:
