@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"data_parallel_size": 4} | EP2,
     "ep4": {"data_parallel_size": 4, "expert_model_parallel_size": 4},
     "pp2 ep2": {"pipeline_model_parallel_size": 2, "data_parallel_size": 2} | EP2,
+    "ep2 etp2": {"data_parallel_size": 4} | EP2 | ETP2,
     "tp2 ep1": TP2 | {"data_parallel_size": 2},
     "tp2 ep2": TP2 | {"data_parallel_size": 2} | EP2,
     "tp2 ep4": TP2 | {"data_parallel_size": 2, "expert_model_parallel_size": 4},
