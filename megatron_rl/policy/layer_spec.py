@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 PACKED_EXCHANGES = {"p2p": (1, 10), "a2a": (2, 11), "all_gather": (2, 18)}
 """Versions of Transformer Engine that attend so to packed sequences dealt over context-parallel ranks; read in its
 sources, not tried."""
-LATENT_EXCHANGES = PACKED_EXCHANGES | {"a2a": (2, 16)}
-"""Those that do so with values of another size than keys (latent attention)."""
+LATENT_EXCHANGES = PACKED_EXCHANGES | {"p2p": (2, 6), "a2a": (2, 16)}
+"""Those that do so with values of another size than keys (latent attention), rightly."""
 
 
 @functools.cache
