@@ -28,6 +28,16 @@ def _dense(cfg: Config, hf: HfConfig) -> Iterator[str]:
             )
     if hf.ffn_hidden_size % tp:
         yield f"parallel.tensor_model_parallel_size={tp} does not divide intermediate_size={hf.ffn_hidden_size}"
+    if tp > 1 and not p.sequence_parallel and (hf.moe is not None or hf.mla is not None):
+        why = (
+            "experts would see every token once for each of these ranks"
+            if hf.moe is not None
+            else "each of these ranks would keep only its own part of the gradients of latent attention's shared matrices"
+        )
+        yield (
+            f"parallel.tensor_model_parallel_size={tp} with sequence_parallel=false: {why}; set "
+            "parallel.sequence_parallel=true"
+        )
     try:
         stage_layers(hf.num_layers, p)
     except ValueError as error:
@@ -60,11 +70,6 @@ def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
         yield (
             f"parallel.tensor_model_parallel_size={p.tensor_model_parallel_size} does not divide the "
             f"{hf.moe.shared_ffn_hidden_size} features of the shared experts; use a divisor"
-        )
-    if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-        yield (
-            f"parallel.tensor_model_parallel_size={p.tensor_model_parallel_size} with sequence_parallel=false: experts "
-            "would see every token once for each of these ranks; set parallel.sequence_parallel=true"
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config import ConfigError, check, load_config
+from megatron_rl.config.layout_checks import layout_problems
 from megatron_rl.data.tiny_model import write_tiny_model
 
 from .test_moe_recipes import ROOT, recipe
@@ -49,6 +51,15 @@ def test_expert_ranks_of_a_dense_model_are_refused(tmp_path: Path) -> None:
     words = [f"model.path={tmp_path / 'model'}", "run_dir=x", SP, "parallel.expert_model_parallel_size=2"]
     with pytest.raises(ConfigError, match="expert_model_parallel_size=2: qwen3 has no experts"):
         check(load_config(ROOT / "configs" / "quickstart.yaml", words), False)
+
+
+def test_latent_attention_over_tensor_parallel_ranks_needs_their_parts_of_the_sequence() -> None:
+    cfg, hf = recipe("deepseek_v3", "parallel.sequence_parallel=false", "parallel.expert_model_parallel_size=1")
+    dense = replace(hf, moe=None)
+    (problem,) = layout_problems(cfg, dense)
+    assert "tensor_model_parallel_size=4 with sequence_parallel=false: each of these ranks would keep" in problem
+    assert problem.endswith("set parallel.sequence_parallel=true")
+    assert list(layout_problems(cfg, replace(dense, mla=None))) == []
 
 
 def test_the_recipes_pass_every_check() -> None:
