@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.policy import checkpoint
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import DP2, PP2, TP2, layout, local_part, make_batch, make_config
+from tests.parallel.policy_setup import CP2, DP2, PP2, TP2, layout, local_part, make_batch, make_config
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
@@ -29,6 +29,7 @@ INTERLEAVED = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 WRITERS = {
     "tp2": TP2,
     "dp2": DP2,
+    "cp2": CP2,
     "pp2_tied": PP2,
     "interleaved": INTERLEAVED,
     "tp2_whole": TP2 | WHOLE,
@@ -37,6 +38,7 @@ WRITERS = {
 READERS = {
     "tp2": {"tp2": TP2, "pp2": PP2, "dp2_whole": DP2 | WHOLE, "one_rank": {}},
     "dp2": {"dp2": DP2, "tp2": TP2},
+    "cp2": {"cp2": CP2, "pp2": PP2},
     "pp2_tied": {"pp2": PP2, "tp2": TP2},
     "interleaved": {"interleaved": INTERLEAVED, "dp2": DP2},
     "tp2_whole": {"tp2": TP2 | WHOLE, "dp2_distributed": DP2},
@@ -193,7 +195,7 @@ def test_losses_after_resuming_are_those_of_the_uninterrupted_run(found, pair):
     assert found[0][pair]["losses"] == pytest.approx(expected, rel=tolerance, abs=tolerance / 10)
 
 
-@pytest.mark.parametrize("pair", ["tp2->tp2", "dp2->dp2", "tp2_whole->tp2", "tp2_bf16->tp2"])
+@pytest.mark.parametrize("pair", ["tp2->tp2", "dp2->dp2", "cp2->cp2", "tp2_whole->tp2", "tp2_bf16->tp2"])
 def test_the_same_layout_repeats_the_run_to_the_last_bit(found, pair):
     for rank in found:
         written = rank["written"][pair.split("->")[0]]
