@@ -166,6 +166,9 @@ class Plane:
         Raises:
             WeightsError: no chunk holds some of the numbers, or a file is damaged.
         """
+        for chunk, array in zip(self.chunks, self._arrays, strict=True):
+            if self._has_all(chunk, begin, end):
+                return self._read(chunk, array, begin, end)
         part = torch.empty(end - begin, *self.shape[1:], dtype=self.dtype)
         filled = 0
         for chunk, array in zip(self.chunks, self._arrays, strict=True):
@@ -184,25 +187,36 @@ class Plane:
             chunk.offsets[axis] < end and begin < chunk.offsets[axis] + chunk.sizes[axis] for chunk in self.chunks
         )
 
+    def _has_all(self, chunk: Chunk, begin: int, end: int) -> bool:
+        """Whether these rows lie one behind the other in the chunk."""
+        lead = len(self.index)
+        top, height = chunk.offsets[lead], chunk.sizes[lead]
+        return top <= begin and end <= top + height and chunk.sizes[lead + 1 :] == self.shape[1:]
+
+    def _read(self, chunk: Chunk, array: ArrayOnDisk, first: int, last: int) -> Tensor:
+        """Rows `first` to `last`, which the chunk has, in all of its columns."""
+        lead = len(self.index)
+        top, height, width = chunk.offsets[lead], chunk.sizes[lead], math.prod(chunk.sizes[lead + 1 :])
+        index = 0
+        for i in range(lead):
+            index = index * chunk.sizes[i] + self.index[i] - chunk.offsets[i]
+        start = (index * height + first - top) * width
+        offset = chunk.place.offset + array.offset
+        found = read_elements(chunk.place.file, offset, start, (last - first) * width, self.dtype)
+        return found.view(last - first, *chunk.sizes[lead + 1 :])
+
     def _copy(self, chunk: Chunk, array: ArrayOnDisk, part: Tensor, begin: int, end: int) -> int:
         lead = len(self.index)
         top, height = chunk.offsets[lead], chunk.sizes[lead]
         first, last = max(begin, top), min(end, top + height)
         if first >= last:
             return 0
-        width = math.prod(chunk.sizes[lead + 1 :])
-        index = 0
-        for i in range(lead):
-            index = index * chunk.sizes[i] + self.index[i] - chunk.offsets[i]
-        start = (index * height + first - top) * width
-        file, offset = chunk.place.file, chunk.place.offset + array.offset
-        found = read_elements(file, offset, start, (last - first) * width, self.dtype)
         target = part[first - begin : last - begin]
         if len(chunk.sizes) > lead + 1:
             left = chunk.offsets[lead + 1]
             target = target[:, left : left + chunk.sizes[lead + 1]]
-        target.copy_(found.view(target.shape))
-        return found.numel()
+        target.copy_(self._read(chunk, array, first, last))
+        return target.numel()
 
 
 class TorchDistReader:
