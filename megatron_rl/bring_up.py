@@ -34,6 +34,7 @@ from megatron_rl.rollout.endpoint import engine_logs, engine_urls
 from megatron_rl.rollout.ledger import Ledger, LedgerError
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
+from megatron_rl.rollout.route_files import discard_lists_after
 from megatron_rl.routes import RoutesError
 from megatron_rl.session import Session
 from megatron_rl.weights import WeightsError
@@ -96,6 +97,7 @@ def cut_back(run_dir: Path, resume_from: Path | None) -> None:
     step = checkpoint.step_of(resume_from) if resume_from else 0
     if resume_from:
         checkpoint.discard_after(run_dir, step)
+    discard_lists_after(run_dir, step)
     Ledger(run_dir).truncate_after(step)
     remove_dumps_from(run_dir, step + 1 if resume_from else 0)
     discard_versions_after(RunDir(run_dir).weights, step)

@@ -15,15 +15,18 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 
 from megatron_rl.files import write_atomic
 from megatron_rl.routes import RouteStore
 
-from .generate import GroupMaker
-from .pool import GroupPool
 from .sample import GROUP_DIGITS, Group
+
+if TYPE_CHECKING:  # rank 0 of the trainer calls `discard_lists_after` and needs no more
+    from .generate import GroupMaker
+    from .pool import GroupPool
 
 log = logging.getLogger(__name__)
 _LIST = re.compile(r"saved-(\d{6,})\.json")
@@ -122,6 +125,17 @@ class RouteFiles:
     def _unlink(self, names: Iterable[str]) -> None:
         for name in names:
             (self._store.folder / name).unlink(missing_ok=True)
+
+
+def discard_lists_after(run_dir: Path, step: int) -> None:
+    """Forget what checkpoints after `step` referred to, once they are gone: the run was cut back to `step`.
+
+    Of what is left the newest list is the one that may belong to a checkpoint that is being written.
+    """
+    for path in (run_dir / "routes").glob("saved-*.json"):
+        match = _LIST.fullmatch(path.name)
+        if match and int(match[1]) > step:
+            path.unlink(missing_ok=True)
 
 
 def _files_of(groups: Iterable[Group]) -> set[str]:

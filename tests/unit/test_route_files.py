@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from megatron_rl.bring_up import cut_back
 from megatron_rl.data import PromptCursor
 from megatron_rl.files import write_atomic
 from megatron_rl.rollout.pool import GroupPool
@@ -197,6 +198,26 @@ def test_what_a_dead_run_left_goes_and_what_its_checkpoint_refers_to_stays(tmp_p
     asyncio.run(resumed.files.remove())
     resumed.require(saved[:1])
     assert len(resumed.there) == 1
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_forgets_what_later_ones_referred_to(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    first, second = rig.begin(rig.fresh()), rig.begin(rig.fresh())
+    rig.grow(first)
+    saved = rig.checkpoint(3)
+    rig.grow(second)
+    rig.checkpoint(6)
+    cut_back(tmp_path, tmp_path / "checkpoints" / "step-000003")
+    assert [path.name for path in (tmp_path / "routes").glob("saved-*")] == ["saved-000003.json"]
+    resumed = Rig(tmp_path)
+    asyncio.run(resumed.files.remove())
+    resumed.require(saved)
+    assert resumed.there == {part.file for sample in saved[0].samples for part in sample.routes}
+    asyncio.run(resumed.files.keep(4, saved[:1]))  # as it is being written, before the checkpoint has its name
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000003")
+    again = Rig(tmp_path)
+    asyncio.run(again.files.remove())
+    again.require(saved)
 
 
 def test_samples_whose_files_are_lost_are_routed_anew_and_the_log_says_how_many(
