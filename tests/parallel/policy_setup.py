@@ -46,13 +46,21 @@ def make_config(
     return Config(**base)
 
 
-def make_batch(vocab_size: int, seed: int = 0, count: int = 9, masked: Sequence[int] = (2,)) -> SequenceBatch:
-    """Uneven sequences, prompts masked, the samples `masked` as a whole, advantages that do not cancel."""
+def make_batch(
+    vocab_size: int,
+    seed: int = 0,
+    count: int = 9,
+    masked: Sequence[int] = (2,),
+    lengths: Sequence[int] | np.ndarray | None = None,
+) -> SequenceBatch:
+    """`count` uneven sequences, or those of `lengths`; prompts masked, the samples `masked` as a whole, advantages that
+    do not cancel."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(5, 24, size=count)
+    lengths = rng.integers(5, 24, size=count) if lengths is None else lengths
+    count = len(lengths)
     # Not id 0: transformers keeps the padding token's embedding, and its gradient, at zero.
     sequences = [rng.integers(1, vocab_size, size=n) for n in lengths]
-    masks = [np.arange(n) >= rng.integers(1, n - 2) for n in lengths]
+    masks = [np.arange(n) >= rng.integers(1, max(n - 2, 2)) for n in lengths]
     for i in masked:
         masks[i][:] = False
     mask = np.concatenate(masks)

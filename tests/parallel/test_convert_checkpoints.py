@@ -14,9 +14,9 @@ from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
 from tests.convert_models import Silent, convert
+from tests.parallel.dense_models import LAYOUTS, MODELS, VOCAB_SIZE
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import layout, local_part, make_batch, make_config
-from tests.parallel.test_model_parity import LAYOUTS, MODELS, VOCAB_SIZE
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel

@@ -17,6 +17,8 @@ import pytest
 
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.policy.batch import SequenceBatch
+from tests.parallel.dense_models import LAYOUTS, YARN_ROPE
+from tests.parallel.dense_models import MODELS as DENSE_MODELS
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import (
     CP2,
@@ -38,6 +40,8 @@ pytestmark = pytest.mark.parallel
 
 VOCAB = 300  # not a multiple of 128: the embedding is padded
 SPEC = LossSpec(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01)
+LENGTHS = (5, 1, 14, 9, 9, 22, 3, 2, 7, 4, 23, 12)
+"""A sequence without a row, of one and of two rows, equal and skewed ones; 24 tokens hold few of them, or just one."""
 TOLERANCE = 1e-5
 SP = {"sequence_parallel": True}
 ETP2 = {"expert_tensor_parallel_size": 2}
@@ -57,7 +61,11 @@ class Case:
 
 TWO_RANKS = {
     "one_rank_qwen3": Case({}, alone=True),
-    "one_rank_tied": Case({}, model="tied", alone=True),
+    "one_rank_qwen3-tied": Case({}, model="qwen3-tied", alone=True),
+    "one_rank_qwen2": Case({}, model="qwen2", alone=True),
+    "one_rank_llama": Case({}, model="llama", alone=True),
+    "one_rank_mistral": Case({}, model="mistral", alone=True),
+    "one_rank_qwen2-yarn": Case({}, model="qwen2-yarn", alone=True),
     "one_rank_qwen3_moe": Case({}, model="qwen3_moe", alone=True),
     "one_rank_mixtral": Case({}, model="mixtral", alone=True),
     "one_rank_deepseek_v2": Case({}, model="deepseek_v2", alone=True),
@@ -68,17 +76,23 @@ TWO_RANKS = {
     "tp2": Case(TP2),
     "tp2_microbatches": Case(TP2, max_tokens=24),
     "tp2_sequence_parallel": Case(TP2 | SP, max_tokens=48),
-    "tp2_sequence_parallel_tied": Case(TP2 | SP, model="tied"),
+    "tp2_sequence_parallel_tied": Case(TP2 | SP, model="qwen3-tied"),
     "tp2_recompute_full": Case(TP2 | {"recompute": "full"}),
     "tp2_recompute_selective": Case(TP2 | {"recompute": "selective", "sequence_parallel": True}),
-    "tp2_tied": Case(TP2, model="tied"),
+    "tp2_tied": Case(TP2, model="qwen3-tied"),
+    "tp2_qwen2": Case(TP2, model="qwen2", max_tokens=24),
+    "tp2_llama": Case(TP2, model="llama", max_tokens=24),
+    "tp2_mistral": Case(TP2, model="mistral"),
+    "tp2_qwen2_yarn": Case(TP2, model="qwen2-yarn"),
     "pp2": Case(PP2),
     "pp2_microbatches": Case(PP2, max_tokens=24),
-    "pp2_tied": Case(PP2, model="tied", max_tokens=48),
+    "pp2_tied": Case(PP2, model="qwen3-tied", max_tokens=48),
+    "pp2_qwen2": Case(PP2, model="qwen2", max_tokens=48),
+    "pp2_llama": Case(PP2, model="llama", max_tokens=48),
     "pp2_interleaved": Case(PP2 | VPP2, max_tokens=24),
     "cp2": Case(CP2),
     "cp2_microbatches": Case(CP2, max_tokens=24),
-    "cp2_tied": Case(CP2, model="tied"),
+    "cp2_tied": Case(CP2, model="qwen3-tied"),
     "cp2_recompute_full": Case(CP2 | {"recompute": "full"}, max_tokens=48),
     "cp2_recompute_selective": Case(CP2 | {"recompute": "selective"}),
     "dp2": Case(DP2),
@@ -105,6 +119,10 @@ TWO_RANKS = {
     "deepseek_v3_cp2": Case(CP2, "deepseek_v3", max_tokens=48),
     "deepseek_v3_pp2": Case(PP2 | {"num_layers_in_first_pipeline_stage": 1}, "deepseek_v3", max_tokens=48),
 }
+DENSE = [
+    *((name, model) for name in LAYOUTS for model in ("qwen3", "qwen3-tied")),
+    *((name, model) for name in ("tp2-pp2", "tp4") for model in ("qwen2", "llama")),
+]
 FOUR_RANKS = {
     "ep4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "qwen3_moe", max_tokens=24),
     "dp4_ep2": Case({"data_parallel_size": 4} | EP2, "qwen3_moe"),
@@ -120,8 +138,9 @@ FOUR_RANKS = {
     "mixtral_pp2_ep2": Case(PP2 | DP2 | EP2, "mixtral"),
     "deepseek_v3_pp2_tp2_ep2": Case(PP2 | TP2 | SP | EP2, "deepseek_v3", max_tokens=48),
     "deepseek_v3_ep4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "deepseek_v3"),
+    **{f"{name}_{model}": Case(LAYOUTS[name], model, max_tokens=48) for name, model in DENSE},
 }
-"""With experts only; the launch of two ranks has the unsplit runs."""
+"""The launch of two ranks has the unsplit runs."""
 BY_SIZE = {2: TWO_RANKS, 4: FOUR_RANKS}
 CASES = TWO_RANKS | FOUR_RANKS
 SPLIT = [name for name, case in CASES.items() if not case.alone and case.dtype == "float32"]
@@ -185,7 +204,7 @@ def transformers_reference(path: str) -> Reference:
     from megatron_rl.algorithms.token_statistics import finalise_metrics, token_statistics
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    batch = make_batch(VOCAB)
+    batch = make_batch(VOCAB, lengths=LENGTHS)
     log_probs, entropy = [], []
     for i, (start, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
         ids = torch.from_numpy(batch.tokens[start:end])
@@ -225,10 +244,8 @@ def transformers_reference(path: str) -> Reference:
     return Reference(batch, *masked, metrics, saved_gradients(model, Path(path) / "gradients"))
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"family": "qwen3"},
-    "tied": {"family": "qwen3", "tied": True},
+    **DENSE_MODELS,
     **{family: {"family": family} for family in MOE_SETTINGS},
     "some_dense": {"family": "qwen3_moe", "mlp_only_layers": [1], "norm_topk_prob": False},
     "direct_queries": {
@@ -237,7 +254,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "num_experts_per_tok": 4,
-        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+        "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3},
     },
 }
 Results = dict[str, list[dict[str, Any]]]

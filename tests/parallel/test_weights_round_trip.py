@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.parallel.dense_models import LAYOUTS, MODELS, PLAIN, RANKS, VOCAB_SIZE
 from tests.parallel.launch import RankError, run_ranks, this_rank
-from tests.parallel.test_model_parity import LAYOUTS, MODELS, PLAIN, RANKS, VOCAB_SIZE
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
