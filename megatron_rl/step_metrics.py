@@ -11,7 +11,7 @@ from megatron_rl.rollout.wire import RolloutTable
 
 SUMMED = ("optimizer/skipped", "routing/rejected_sequences", "routing/live_rows")
 """Metrics of an update that add up over a step."""
-LARGEST = ("gap/max_abs", "gap/rho_max", "routing/mismatch_engine_max")
+LARGEST = ("gap/max_abs", "gap/rho_max", "routing/mismatch_engine_max", "routing/mismatch_old_max")
 """Those of which a step has the largest; all others are averaged."""
 
 

@@ -127,6 +127,7 @@ METRICS: tuple[MetricInfo, ...] = (
         "routing/mismatch_engine_max", "the same in the sequence where it is largest", "share", _ONE, _ENGINE_ROUTES
     ),
     MetricInfo("routing/mismatch_old", "other experts in the pass for old log-probs than now", "share", _READ, _MOE),
+    MetricInfo("routing/mismatch_old_max", "the same in the sequence where it is largest", "share", _ONE, _MOE),
     MetricInfo(
         "routing/rejected_sequences",
         "sequences taken out of the loss for their mismatch",
@@ -146,14 +147,16 @@ METRICS: tuple[MetricInfo, ...] = (
         "routing/load_max_over_mean", "tokens of the fullest expert over those of the mean one", "ratio", _LAYERS, _MOE
     ),
     MetricInfo("routing/entropy", "entropy of what a router makes of a token", "nats", _READ, _MOE),
-    MetricInfo("routing/dead_experts", "experts that no token chose", "share", "experts of all layers", _MOE),
+    MetricInfo("routing/dead_experts", "experts that no token was given to", "share", "experts of all layers", _MOE),
     MetricInfo(
         "routing/mismatch_engine_layer_<k>", "mismatch with the engine in layer k", "share", "tokens", _ENGINE_ROUTES
     ),
     MetricInfo("routing/mismatch_old_layer_<k>", "mismatch with the old pass in layer k", "share", "tokens", _MOE),
     MetricInfo("routing/load_max_over_mean_layer_<k>", "fullest over mean expert of layer k", "ratio", _ONE, _MOE),
     MetricInfo("routing/entropy_layer_<k>", "entropy of the router of layer k", "nats", "tokens", _MOE),
-    MetricInfo("routing/dead_experts_layer_<k>", "experts of layer k that no token chose", "share", "experts", _MOE),
+    MetricInfo(
+        "routing/dead_experts_layer_<k>", "experts of layer k that no token was given to", "share", "experts", _MOE
+    ),
     MetricInfo("eval/pass_at_1", "sampled held-out answers that are right", "share", "held-out prompts"),
     MetricInfo("eval/pass_at_1_low", "lower end of its 95 % interval", "share", "bootstrap over prompts"),
     MetricInfo("eval/pass_at_1_high", "upper end of its 95 % interval", "share", "bootstrap over prompts"),

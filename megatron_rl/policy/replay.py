@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_rl.policy.batch import Routes, SequenceBatch
 from megatron_rl.policy.routes import ArrayRoutes, local_routes
 from megatron_rl.policy.routing_tally import Tally
+from megatron_rl.routes.store import MOST_SMALL
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
@@ -115,6 +116,7 @@ class Routing:
         compare: Mapping[str, Routes] | None = None,
         record: bool = False,
         backward: bool = False,
+        count: bool = True,
     ) -> Iterator[RoutingPass]:
         """One pass of the micro-batches of `batch` over all chunks.
 
@@ -123,11 +125,12 @@ class Routing:
             compare: sets that the LIVE choices are compared with, by name.
             record: keep the live choices; see `RoutingPass.recorded`.
             backward: gradients are computed, maybe with recomputation.
+            count: fill in `RoutingPass.tally`.
 
         Raises:
             RuntimeError: the backward pass did not recompute what the forward pass left to it.
         """
-        run = RoutingPass(self, batch, replay, compare or {}, record, backward)
+        run = RoutingPass(self, batch, replay, compare or {}, record, backward, count)
         try:
             yield run
         except BaseException:
@@ -152,7 +155,7 @@ class RoutingPass:
     """One pass over one batch: gives each router its sets, and counts what the routers choose.
 
     Attributes:
-        tally: what was counted so far on this rank.
+        tally: what was counted so far on this rank; None if nothing is.
         replays: whether there are sets to use.
     """
 
@@ -164,14 +167,16 @@ class RoutingPass:
         compare: Mapping[str, Routes],
         record: bool,
         backward: bool,
+        count: bool,
     ) -> None:
         self.routing, self._batch, self._record, self._backward = routing, batch, record, backward
         self._replay, self._compare = replay, compare
         self.replays = replay is not None
         self._layers = sorted(choice.layer for choices in routing.choices.values() for choice in choices)
         device = next((p.device for chunk in routing.choices for p in chunk.parameters()), torch.device("cpu"))
-        shape = routing.shape
-        self.tally = Tally(self._layers, shape.num_experts, len(batch), tuple(compare), device)
+        self.tally: Tally | None = None
+        if count:
+            self.tally = Tally(self._layers, routing.shape.num_experts, len(batch), tuple(compare), device)
         self._recorded: dict[int, list[np.ndarray]] = {layer: [] for layer in self._layers}
         self._places: dict[int, list[np.ndarray]] = {layer: [] for layer in self._layers}
 
@@ -240,13 +245,15 @@ class _Step:
     def choose(self, choice: RouterChoice, scores: Tensor, live: Tensor) -> Tensor:
         """Indices [rows, top_k] to use."""
         slot, run = self.layers.index(choice.layer), self._run
-        compared = {name: sets[slot] for name, sets in self._compare.items()}
         replayed = None if self._replay is None else self._replay[slot].long()
-        run.tally.add(choice.layer, choice.distribution(scores), live, self._sequence, compared, replayed)
+        used = live if replayed is None else torch.where(replayed >= 0, replayed, live)
+        if run.tally is not None:
+            compared = {name: sets[slot] for name, sets in self._compare.items()}
+            run.tally.add(choice.layer, choice.distribution(scores), live, used, self._sequence, compared, replayed)
         if run._record:
             self.live[choice.layer] = live.to(_small(run.routing.shape.num_experts))
-        return live if replayed is None else torch.where(replayed >= 0, replayed, live)
+        return used
 
 
 def _small(num_experts: int) -> Any:
-    return torch.uint8 if num_experts <= 256 else torch.int16
+    return torch.uint8 if num_experts <= MOST_SMALL else torch.int16

@@ -16,7 +16,7 @@ from megatron_rl.policy.exchange import sum_over_data_parallel
 from megatron_rl.policy.reduction import largest_of_all_ranks
 from megatron_rl.policy.replay import Routing, RoutingPass
 from megatron_rl.policy.routes import rejected_by_routing
-from megatron_rl.policy.routing_tally import reduce_tally, sequence_mismatch
+from megatron_rl.policy.routing_tally import RoutingCounts, reduce_tally, sequence_mismatch
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config, HfConfig
@@ -65,15 +65,13 @@ class Routers:
 
     def found(self, run: RoutingPass | None) -> RoutingFound:
         """What `before_updates` found. Collective over all ranks."""
-        if run is None:
+        if run is None or run.tally is None:
             return RoutingFound()
         metrics: dict[str, float] = {}
         mismatch = None
         if "engine" in run.tally.compared:
-            metrics = reduce_tally(run.tally, len(self._names)).mismatch_metrics("engine", self._names)
             mismatch = sequence_mismatch(run.tally, "engine")
-            if metrics:
-                metrics["routing/mismatch_engine_max"] = largest_of_all_ranks(float(np.nanmax(mismatch, initial=0)))
+            metrics = self._mismatch(reduce_tally(run.tally, len(self._names)), "engine", mismatch)
             if self._limit is not None:
                 rejected = sum_over_data_parallel(np.array([rejected_by_routing(mismatch, self._limit).sum()]))
                 metrics["routing/rejected_sequences"] = float(rejected[0])
@@ -84,7 +82,7 @@ class Routers:
         """The pass of an update.
 
         Args:
-            replays: use the sets that `moe.routing_replay` names; live ones otherwise.
+            replays: use the sets that `moe.routing_replay` names; otherwise live ones, and nothing is counted.
 
         Raises:
             ValueError: the batch does not have those sets.
@@ -101,18 +99,25 @@ class Routers:
         compare = {} if batch.old_routes is None else {"old": batch.old_routes}
         if batch.routes is not None and batch.routing_mismatch is None:  # no pass before this one has compared them
             compare["engine"] = batch.routes
-        with self._routing.begin(batch, replay=replay, compare=compare, backward=True) as run:
+        with self._routing.begin(batch, replay=replay, compare=compare, backward=True, count=replays) as run:
             yield run
 
     def metrics(self, run: RoutingPass | None) -> dict[str, float]:
-        """Of an update, equal on all ranks. Collective over all ranks."""
-        if run is None:
+        """Of an update, equal on all ranks; none where nothing was counted. Collective over all ranks."""
+        if run is None or run.tally is None:
             return {}
         counts = reduce_tally(run.tally, len(self._names))
         found = counts.router_metrics(self._names)
         for name in run.tally.compared:
-            found |= counts.mismatch_metrics(name, self._names)
+            found |= self._mismatch(counts, name, sequence_mismatch(run.tally, name))
         if run.replays:
             found["routing/live_rows"] = float(counts.fallbacks.mean())
             found["routing/live_share"] = float(counts.fallbacks.sum() / max(counts.rows.sum(), 1))
+        return found
+
+    def _mismatch(self, counts: RoutingCounts, name: str, of_sequences: np.ndarray) -> dict[str, float]:
+        """With one set, of all layers, of each, and of the worst sequence. Collective over all ranks."""
+        found = counts.mismatch_metrics(name, self._names)
+        if found:
+            found[f"routing/mismatch_{name}_max"] = largest_of_all_ranks(float(np.nanmax(of_sequences, initial=0)))
         return found

@@ -1,4 +1,7 @@
-"""What the routers of a pass chose, counted: load, entropy, and where sets differ; reduced over ranks, as metrics.
+"""What the routers of a pass did, counted: load, entropy, and where sets differ; reduced over ranks, as metrics.
+
+The load is of the experts that were used, replayed or not, since these cost memory and time; entropy and differences
+are of what the routers would choose by themselves.
 
 Rows are tokens that are read, prompt and response alike: what experts a prompt meets decides on every later token. Each
 (token, layer) is on one rank only, whatever the layout (rows are split by sequence and context parallelism and over
@@ -43,6 +46,7 @@ class Tally:
         layer: int,
         distribution: Tensor,
         live: Tensor,
+        used: Tensor,
         sequence: Tensor,
         given: Mapping[str, Tensor],
         replayed: Tensor | None,
@@ -52,12 +56,13 @@ class Tally:
         Args:
             distribution: [R, experts] of the router.
             live: int64 [R, top_k], its own choice.
+            used: int64 [R, top_k], the experts that computed.
             sequence: int64 [R], of each row, `num_sequences` for padding.
             given: name -> [R, top_k], -1 where there is none.
             replayed: [R, top_k], what was to be replayed, -1 where live choices had to do; None without replay.
         """
         slot, real = self._slots[layer], (sequence < self.num_sequences).double()
-        self.load[slot].index_add_(0, live.flatten(), real.repeat_interleave(live.size(1)))
+        self.load[slot].index_add_(0, used.flatten(), real.repeat_interleave(used.size(1)))
         self.entropy[slot] += (torch.special.entr(distribution).sum(-1).double() * real).sum()
         self.rows[slot] += real.sum()
         if replayed is not None:
@@ -74,7 +79,7 @@ class RoutingCounts:
     """A pass of all ranks, equal on each of them.
 
     Attributes:
-        load: float64 [layers, experts], (token, layer) that chose each expert.
+        load: float64 [layers, experts], (token, layer) that each expert computed.
         entropy: [layers], sum over rows of the router's entropy, in nats.
         rows, fallbacks: [layers], rows, and those of them that chose live although sets were replayed.
         known, differing: name -> [layers], rows that were compared, and those with other experts.

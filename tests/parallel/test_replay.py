@@ -207,6 +207,8 @@ def test_mismatch_is_the_share_of_tokens_and_layers_with_other_experts(launch):
     moved = (of_all_ranks([reference], "off", "use").sets != live).any(-1)[:, read].mean()
     assert reference["off"]["metrics"]["routing/mismatch_old"] == pytest.approx(moved)
     assert reference["off"]["same_metrics"]["routing/mismatch_old"] == 0.0
+    assert moved <= reference["off"]["metrics"]["routing/mismatch_old_max"] <= 1
+    assert reference["off"]["same_metrics"]["routing/mismatch_old_max"] == 0.0
     assert reference["R3"]["metrics"]["routing/live_rows"] == (~known[0] & read).sum()
     assert reference["R2"]["metrics"]["routing/live_rows"] == 0
     assert "routing/live_rows" not in reference["off"]["metrics"]

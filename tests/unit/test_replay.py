@@ -254,6 +254,38 @@ def test_rows_of_another_rank_and_routes_of_another_model_are_refused():
             local_routes(routes, [0], batch.offsets, np.arange(1, 6), top_k, experts)
 
 
+def test_the_load_is_of_the_experts_that_compute_and_mismatch_and_entropy_of_the_routers_own_choice():
+    shape = MoeShape(EXPERTS, 1, HIDDEN, normalise_top_k=False)
+    chunk, routing = build(shape)
+    batch = batch_of([9])
+    routes = all_routes(batch, np.full((1, 9, 1), 5, np.int16))
+    logits = torch.zeros(8, 1, EXPERTS)
+    logits[..., 2] = 1.0
+    with routing.begin(batch, replay=routes, compare={"engine": routes}) as run, run.forward(pack(batch, [0]), chunk):
+        chunk[0].routing(logits)
+    assert run.tally.load[0].tolist() == [0, 0, 0, 0, 0, 8, 0, 0]
+    assert run.tally.differing["engine"].tolist() == [[8, 0]]
+    exact = torch.special.entr(logits[0, 0].double().softmax(-1)).sum()
+    assert run.tally.entropy.tolist() == pytest.approx([8 * float(exact)], rel=1e-6)
+
+
+def test_a_pass_that_reports_nothing_counts_nothing_and_recomputes_all_the_same():
+    from megatron_rl.policy.routing import Routers
+
+    shape = KINDS["softmax of the chosen"]
+    chunk, _ = build(shape)
+    hf: Any = SimpleNamespace(moe=shape, moe_layers=(0,))
+    moe = SimpleNamespace(routing_replay="R3", max_routing_mismatch=None)
+    routers = Routers([chunk], hf, SimpleNamespace(moe=moe, parallel=SimpleNamespace(sequence_parallel=False)))
+    batch = batch_of([6])
+    logits = torch.from_numpy(np.random.default_rng(4).normal(size=(5, 1, EXPERTS))).float()
+    with routers.updating(batch, replays=False) as run:
+        with run.forward(pack(batch, [0]), chunk), torch.no_grad():
+            first = chunk[0].routing(logits)[1]
+        assert torch.equal(chunk[0].routing(-logits)[1], first)
+    assert routers.metrics(run) == {}  # without a collective, too: there is no process group here
+
+
 def test_sets_differ_only_by_their_members_and_only_real_rows_count():
     from megatron_rl.policy.routing_tally import Tally
 
@@ -262,7 +294,7 @@ def test_sets_differ_only_by_their_members_and_only_real_rows_count():
     given = torch.tensor([[1, 0], [2, 4], [-1, -1], [7, 6], [1, 2]])
     sequence = torch.tensor([0, 0, 1, 1, 2])  # the last row is padding
     even = torch.full((5, EXPERTS), 1 / EXPERTS)
-    tally.add(4, even, live, sequence, {"engine": given}, given)
+    tally.add(4, even, live, live, sequence, {"engine": given}, given)
     assert tally.known["engine"][0, :2].tolist() == [2, 1]
     assert tally.differing["engine"][0, :2].tolist() == [1, 0]
     assert tally.rows.tolist() == [4]
