@@ -1,4 +1,7 @@
-"""Configuration: sections, loading, checks and the dry-run plan. Imports no other room and no torch."""
+"""Configuration: sections, loading, checks and the dry-run plan. Imports no other room and no torch.
+
+Only the plan asks `routes` how wide a row is.
+"""
 
 from .base import ConfigError, Section
 from .checks import check

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from .hf_config import HfConfig
+from .rollout import capacity_of
 from .schema import Config
 from .shards import Shard, num_parameters, shard, stage_layers, vocabulary_rows
 
@@ -248,21 +249,25 @@ def byte_rows(cfg: Config, hf: HfConfig) -> list[Row]:
 
 
 def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
+    from megatron_rl.routes import RouteStore  # loads numpy, which no other setting needs
+
     assert hf.moe is not None
     layers, stages = len(hf.moe_layers), stage_layers(hf.num_layers, cfg.parallel)
     numbers = tokens * layers * hf.moe.top_k
     sent = tokens * hf.num_layers * hf.moe.top_k * 4 * 4 / 3  # layers without experts, too
-    width = 1 if hf.moe.num_experts <= 256 else 2
+    a_token = RouteStore("", layers, hf.moe.top_k, hf.moe.num_experts).bytes_per_token
+    alive, saved, checkpoints = _groups_with_routes(cfg)
+    group = cfg.rollout.group_size * longest_sequence(cfg) * a_token
     most = max(sum(layer in hf.moe_layers for chunk in stage for layer in chunk) for stage in stages)
     p = cfg.parallel
     sharing = p.data_parallel_size * p.context_parallel_size
-    read = numbers * width * most / layers / (sharing * (p.tensor_model_parallel_size if p.sequence_parallel else 1))
+    read = tokens * a_token * most / layers / (sharing * (p.tensor_model_parallel_size if p.sequence_parallel else 1))
     return [
         ("routes from the engines", _gib(sent), "int32 as base64 in their answers; at most"),
         (
             "routes on disk",
-            _gib(numbers * width),
-            f"{layers} layers x {hf.moe.top_k} experts x {width} byte(s) a token",
+            _gib((alive + checkpoints * saved) * group),
+            f"at most: {a_token} bytes a token, {alive} groups alive, {saved} more in each of {checkpoints} checkpoints",
         ),
         (
             "CPU time for routes",
@@ -271,6 +276,16 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
         ),
         ("routes read by a trainer rank", _gib(read), f"its {most} layers of its tokens; read again in the update"),
     ]
+
+
+def _groups_with_routes(cfg: Config) -> tuple[int, int, int]:
+    """Groups alive at once, those of them that a checkpoint takes along, and checkpoints kept.
+
+    A run that never halts fills the places of what was trained on before it is saved.
+    """
+    r, kept = cfg.rollout, cfg.checkpoint
+    alive = capacity_of(r.groups_per_step, r.oversample, r.max_staleness)
+    return alive, alive if r.off_policy else alive - r.groups_per_step, kept.keep_last + kept.keep_best
 
 
 _TRANSPORTS = {

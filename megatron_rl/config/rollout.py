@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from .base import Seconds, Section
+
+
+def capacity_of(groups_per_step: int, oversample: float, max_staleness: int) -> int:
+    """Groups alive at once.
+
+    >>> capacity_of(32, 1.5, max_staleness=0)
+    48
+    """
+    return math.ceil(oversample * groups_per_step) * (max_staleness + 1)
 
 
 class RolloutConfig(Section):

@@ -15,8 +15,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-
-from .pool import capacity_of
+from megatron_rl.config.rollout import capacity_of
 
 
 @dataclass(frozen=True)

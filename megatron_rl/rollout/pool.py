@@ -24,21 +24,12 @@ from megatron_rl.data import PromptCursor
 from .sample import Group
 
 
-def capacity_of(groups_per_step: int, oversample: float, max_staleness: int) -> int:
-    """Groups alive at once.
-
-    >>> capacity_of(32, 1.5, max_staleness=0)
-    48
-    """
-    return math.ceil(oversample * groups_per_step) * (max_staleness + 1)
-
-
 class GroupPool:
     """Draws prompts and keeps the books.
 
     Args:
         cursor: the order of prompts; one draw is one group.
-        capacity: see `capacity_of`.
+        capacity: groups alive at once, see `config.rollout.capacity_of`.
         drops_uninformative: groups whose raw correctness does not vary free their slot as soon as they are finished.
 
     >>> pool = GroupPool(PromptCursor(10, seed=0), capacity=2, drops_uninformative=True)

@@ -87,6 +87,22 @@ def test_what_does_not_fit_is_said(model: Path) -> None:
     assert memory(model, "cluster.device_memory_gib=0.001")[name][1].endswith("of a device: DOES NOT FIT")
 
 
+def test_routes_on_disk_are_those_of_all_groups_alive_and_of_what_checkpoints_keep(model: Path) -> None:
+    """Two layers x 2 experts x 1 byte a token."""
+    words = ["rollout.groups_per_step=10", "rollout.group_size=6", "rollout.oversample=1.25"]
+    for more, groups in (
+        ([], 13 + 3 * 3),
+        (["checkpoint.keep_last=1", "checkpoint.keep_best=false"], 13 + 3),
+        (["rollout.mode=async", "rollout.max_staleness=2", "deterministic=false"], 39 + 3 * 39),
+    ):
+        cfg, hf = planned(model, *words, *more)
+        rows = [row for found in make_plan(cfg, hf).sections.values() for row in found]
+        (value, how) = next((value, how) for name, value, how in rows if name == "routes on disk")
+        longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
+        assert value == f"{groups * 6 * longest * 4 / 2**20:.3f} MiB", how
+        assert how.startswith("at most: 4 bytes a token, ")
+
+
 def test_a_plan_needs_no_weights_but_a_run_does(model: Path) -> None:
     words = [str(ROOT / "configs" / "tiny_moe_gspo.yaml"), f"model.path={model}", "data.prompts=nowhere.jsonl"]
     shown = CliRunner().invoke(app, ["train", *words, "--dry-run"])

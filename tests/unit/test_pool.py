@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_rl.config.rollout import capacity_of
 from megatron_rl.data import DataError, PromptCursor
 from megatron_rl.rollout.pace import groups_to_start
-from megatron_rl.rollout.pool import GroupPool, capacity_of, choose
+from megatron_rl.rollout.pool import GroupPool, choose
 from megatron_rl.rollout.sample import Group, Span
 
 
