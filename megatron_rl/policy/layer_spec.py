@@ -40,7 +40,8 @@ def exchange_problem(exchange: str, version: tuple[int, ...], latent: bool) -> s
     needed, found = (".".join(map(str, numbers)) for numbers in (since, version))
     return (
         f"parallel.context_parallel_exchange={exchange}: Transformer Engine has it for packed sequences"
-        f"{' of latent attention' if latent else ''} from {needed} on, and {found} is installed; upgrade it, or use p2p"
+        f"{' of latent attention' if latent else ''} from {needed} on, and {found} is installed; upgrade it"
+        f"{', or use p2p' if exchange != 'p2p' else ''}"
     )
 
 

@@ -106,13 +106,18 @@ def test_layout_that_does_not_fit_the_model_is_refused(parallel: dict[str, Any],
 def test_an_exchange_that_transformer_engine_does_not_have_yet_is_refused() -> None:
     assert exchange_problem("p2p", (2, 9, 0), latent=True) is None
     assert exchange_problem("p2p", (2, 4), latent=False) is None
-    assert "of latent attention from 2.6 on, and 2.4 is installed" in (exchange_problem("p2p", (2, 4), latent=True) or "")
     assert exchange_problem("a2a", (2, 11, 0), latent=False) is None
-    for exchange, latent, since in (("all_gather", False, "2.18"), ("a2a", False, "2.11"), ("a2a", True, "2.16")):
-        problem = exchange_problem(exchange, (2, 9, 0), latent)
+    for exchange, latent, since in (
+        ("p2p", True, "2.6"),
+        ("all_gather", False, "2.18"),
+        ("a2a", False, "2.11"),
+        ("a2a", True, "2.16"),
+    ):
+        problem = exchange_problem(exchange, (2, 4), latent)
         assert problem
         assert f"context_parallel_exchange={exchange}" in problem
-        assert f"from {since} on, and 2.9.0 is installed" in problem
+        assert f"from {since} on, and 2.4 is installed" in problem
+        assert problem.endswith("use p2p") == (exchange != "p2p")
 
 
 def test_more_ranks_than_query_groups_must_share_them_evenly(tmp_path: Path) -> None:
