@@ -32,7 +32,7 @@ def _dense(cfg: Config, hf: HfConfig) -> Iterator[str]:
         why = (
             "experts would see every token once for each of these ranks"
             if hf.moe is not None
-            else "each of these ranks would keep only its own part of the gradients of latent attention's shared matrices"
+            else "each of these ranks would keep its own part only of the gradients of what latent attention shares"
         )
         yield (
             f"parallel.tensor_model_parallel_size={tp} with sequence_parallel=false: {why}; set "
