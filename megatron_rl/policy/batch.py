@@ -149,33 +149,6 @@ class SequenceBatch:
             **moved,
         )
 
-    @staticmethod
-    def concat(batches: Sequence[SequenceBatch]) -> SequenceBatch:
-        """All sequences of `batches`, in order. An optional array must be present in all of them or in none.
-
-        Routes stay behind: they are known for one batch at a time.
-        """
-        if not batches:
-            raise ValueError("SequenceBatch.concat needs at least one batch")
-        arrays: dict[str, Any] = {}
-        for name in TOKEN_FIELDS:
-            parts = [getattr(batch, name) for batch in batches]
-            missing = sum(part is None for part in parts)
-            if 0 < missing < len(parts):
-                raise ValueError(
-                    f"{name} is set in {len(parts) - missing} of {len(parts)} batches: set it in all or none"
-                )
-            arrays[name] = None if missing else np.concatenate(parts)
-        lengths = np.concatenate([batch.lengths for batch in batches])
-        return SequenceBatch(
-            tokens=np.concatenate([batch.tokens for batch in batches]),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            mask=np.concatenate([batch.mask for batch in batches]),
-            temperature=np.concatenate([batch.temperature for batch in batches]),
-            sample_ids=tuple(name for batch in batches for name in batch.sample_ids),
-            **arrays,
-        )
-
 
 def ragged_rows(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Indices of the concatenation of `range(start, start + length)`; all int64.

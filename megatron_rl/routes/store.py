@@ -76,13 +76,14 @@ class RouteStore:
     def append(self, routes: Rows, first: int, pack: str = "pack") -> RoutePart:
         """Write routes [rows, layers, top_k] of the tokens from `first` on into this writer's file of `pack`.
 
-        What belongs to one pack is removed together. Threads take turns.
+        What belongs to one pack is removed together. Threads take turns. Whoever decodes an answer checks its ids.
 
         Raises:
-            ValueError: the shape is not this store's, or an id is no expert's.
+            ValueError: the shape is not this store's.
             OSError: of the file system.
         """
-        self._require(routes)
+        if routes.ndim != 3 or routes.shape[1:] != (self.num_layers, self.top_k):
+            raise ValueError(f"routes have shape {routes.shape}; [rows, {self.num_layers}, {self.top_k}] is wanted")
         name = f"{pack}.{self._writer}{self._suffix}"
         self.folder.mkdir(parents=True, exist_ok=True)
         rest = np.ascontiguousarray(routes.swapaxes(0, 1), self.dtype).ravel().view(np.uint8).data
@@ -91,14 +92,6 @@ class RouteStore:
             while rest:
                 rest = rest[file.write(rest) :]
         return RoutePart(name, offset, first, len(routes))
-
-    def _require(self, routes: Rows) -> None:
-        if routes.ndim != 3 or routes.shape[1:] != (self.num_layers, self.top_k):
-            raise ValueError(f"routes have shape {routes.shape}; [rows, {self.num_layers}, {self.top_k}] is wanted")
-        if routes.size and not (routes.min() >= 0 and routes.max() < self.num_experts):
-            raise ValueError(
-                f"routes hold expert {routes.min() if routes.min() < 0 else routes.max()}; there are {self.num_experts}"
-            )
 
     def read(self, parts: Sequence[RoutePart], layers: Sequence[int], begin: int, end: int) -> NDArray[np.int16]:
         """Rows of the tokens [begin, end) in `layers` (0 = the first MoE layer), int16 [layers, end - begin, top_k].

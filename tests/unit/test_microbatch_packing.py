@@ -128,13 +128,10 @@ def test_values_at_masked_positions_never_reach_a_row(garbage):
 
 
 @given(LENGTHS, st.data())
-def test_select_and_concat_are_inverse(lengths, data):
+def test_sequences_put_in_another_order_and_back_are_the_same(lengths, data):
     batch = make_batch(lengths)
-    cut = data.draw(st.integers(0, len(lengths)))
     order = data.draw(st.permutations(range(len(lengths))))
-    shuffled = batch.select(order)
-    halves = [shuffled.select(range(cut)), shuffled.select(range(cut, len(lengths)))]
-    back = SequenceBatch.concat(halves).select(np.argsort(order))
+    back = batch.select(order).select(np.argsort(order))
     for field in dataclasses.fields(batch):
         assert np.array_equal(getattr(back, field.name), getattr(batch, field.name)), field.name
 
@@ -155,9 +152,3 @@ def test_an_inconsistent_batch_is_refused_naming_the_field(change, message):
     batch = make_batch([2, 4])
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(batch, **change)
-
-
-def test_concat_refuses_an_array_that_only_some_batches_have():
-    batch = make_batch([2, 4])
-    with pytest.raises(ValueError, match="advantages is set in 1 of 2 batches"):
-        SequenceBatch.concat([batch, dataclasses.replace(batch, sample_ids=("x", "y"), advantages=None)])
