@@ -1,4 +1,4 @@
-"""What Megatron is told about a model's experts, and the parts of its expert layers that are ours; no weights here."""
+"""What Megatron's config is told about a model's experts; no modules, so that importing it loads no Megatron."""
 
 from __future__ import annotations
 
