@@ -1,14 +1,13 @@
 """On GPUs: context parallelism over packed sequences is the update of one rank, with every exchange that is installed.
 
-Transformer Engine attends in bf16 there; without it, our own attention in fp32. Two devices are needed, since NCCL
-refuses two ranks on one.
+Transformer Engine attends in bf16 there; without it, our own attention in fp32. With experts, too, and with latent
+attention, whose keys and values are exchanged in other ways. Needs two devices: NCCL refuses two ranks on one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ import torch
 
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.policy.layer_spec import PACKED_EXCHANGES, exchange_problem, has_transformer_engine
+from tests.gpu.models import WITH_EXPERTS
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import CP2, DP2, gradients, layout, local_part, make_batch, make_config
-from tests.tiny import tiny_model
+from tests.tiny import Family, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,12 @@ pytestmark = [
 ]
 
 VOCAB = 300
-SHAPE = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+SHAPE = {"hidden_size": 512, "num_attention_heads": 8, "initializer_range": 0.05}
+FAMILIES: dict[Family, dict[str, Any]] = {
+    "qwen3": {"intermediate_size": 512, "num_key_value_heads": 4},
+    "qwen3_moe": WITH_EXPERTS["qwen3_moe"] | {"num_key_value_heads": 4},
+    "deepseek_v3": WITH_EXPERTS["deepseek_v3"] | {"num_key_value_heads": 8},
+}
 SPEC = LossSpec(kind="gspo", eps_low=0.5, eps_high=0.5)
 ALONE = "one rank"
 
@@ -66,48 +71,72 @@ def _update(path: str, dtype: str, parallel: dict[str, Any], alone: bool) -> Fou
         return Found(sequences, gradients(policy), result.grad_norm)
 
 
-def installed_exchanges() -> list[str]:
+def installed_exchanges(latent: bool) -> list[str]:
     if not has_transformer_engine():
         return ["p2p"]  # whatever it is called, keys and values are gathered
     from megatron.core.utils import get_te_version
 
     version = get_te_version().release
-    return [name for name in PACKED_EXCHANGES if exchange_problem(name, version, latent=False) is None]
+    return [name for name in PACKED_EXCHANGES if exchange_problem(name, version, latent) is None]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    folder: Path = tmp_path_factory.mktemp("model")
-    path = tiny_model(folder, vocab_size=VOCAB, layers=2, **SHAPE)
+@dataclass(frozen=True)
+class Compared:
+    """One model: what each rank found in each layout, and the exchanges among these."""
+
+    ranks: list[dict[str, Found]]
+    exchanges: list[str]
+    has_experts: bool
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    family = request.param
+    path = tiny_model(tmp_path_factory.mktemp("model"), family, vocab_size=VOCAB, layers=2, **SHAPE, **FAMILIES[family])
     dtype = "bfloat16" if has_transformer_engine() else "float32"
-    return run_ranks(2, run_layouts, str(path), dtype, installed_exchanges(), timeout=600)
+    exchanges = installed_exchanges(latent=family == "deepseek_v3")
+    found = run_ranks(2, run_layouts, str(path), dtype, exchanges, timeout=600)
+    return Compared(found, exchanges, family in WITH_EXPERTS)
 
 
-def test_log_probs_are_those_of_one_rank(ranks: list[dict[str, Found]]) -> None:
-    expected = ranks[0][ALONE].log_probs
+def test_log_probs_are_those_of_one_rank(compared: Compared) -> None:
+    expected = compared.ranks[0][ALONE].log_probs
     tolerance = 0.05 if has_transformer_engine() else 1e-5
-    for name in installed_exchanges():
-        for rank in ranks:
+    for name in compared.exchanges:
+        for rank in compared.ranks:
             assert rank[name].log_probs.keys() == expected.keys()
             for sequence, values in rank[name].log_probs.items():
                 assert np.abs(values - expected[sequence]).mean() <= tolerance, (name, sequence)
 
 
-def test_gradients_are_those_of_one_rank(ranks: list[dict[str, Found]]) -> None:
+def test_gradients_are_those_of_one_rank(compared: Compared) -> None:
     """In bf16 not much farther away than those of two replicas, which attend as one rank does."""
-    expected = ranks[0][ALONE]
+    ranks, expected = compared.ranks, compared.ranks[0][ALONE]
     usual = max(_distance(ranks[0]["DP2"], expected).values())
-    for name in installed_exchanges():
+    for name in compared.exchanges:
         for rank in ranks:
-            distances = _distance(rank[name], expected)
-            assert max(distances.values()) <= max(5 * usual, 1e-4), (name, distances)
             assert rank[name].grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
+            if compared.has_experts and has_transformer_engine():
+                # Rounding alone sends a few tokens to other experts, whose gradients are small sums.
+                assert _alignment(rank[name], expected) >= 0.98, name
+            else:
+                distances = _distance(rank[name], expected)
+                assert max(distances.values()) <= max(5 * usual, 1e-4), (name, distances)
 
 
 def _distance(found: Found, expected: Found) -> dict[str, float]:
-    """Norm of the difference over the norm, of each tensor."""
+    """Norm of the difference over the norm, of each tensor; an expert without tokens has no gradient."""
     assert found.gradients.keys() == expected.gradients.keys()
     return {
-        name: float(np.linalg.norm(values - expected.gradients[name]) / np.linalg.norm(expected.gradients[name]))
+        name: float(np.linalg.norm(values - expected.gradients[name]) / (np.linalg.norm(expected.gradients[name]) or 1))
         for name, values in found.gradients.items()
     }
+
+
+def _alignment(found: Found, expected: Found) -> float:
+    """Cosine between the gradients as a whole."""
+    assert found.gradients.keys() == expected.gradients.keys()
+    ours, theirs = (
+        np.concatenate([of.gradients[name].ravel() for name in expected.gradients]) for of in (found, expected)
+    )
+    return float(ours @ theirs / (np.linalg.norm(ours) * np.linalg.norm(theirs)))

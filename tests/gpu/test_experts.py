@@ -1,5 +1,5 @@
-"""On a GPU: experts as Transformer Engine computes them, all of a rank in one grouped product, over packed sequences in
-bf16, give the log-probs and the gradient of transformers in fp32 within what bf16 loses.
+"""On GPUs: experts as Transformer Engine computes them, all of a rank in one grouped product, over packed sequences in
+bf16, give the log-probs and the gradient of transformers in fp32 within what bf16 loses; so they do over two ranks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.spec import LossSpec
-from megatron_rl.config import Config
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.layer_spec import has_transformer_engine
-from megatron_rl.policy.microbatch import Plan
+from tests.gpu.models import WITH_EXPERTS
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import gradients, layout, local_part, make_batch, make_config, saved_gradients
-from tests.tiny import Family, tiny_model
+from tests.parallel.policy_setup import (
+    DP2,
+    EP2,
+    gradients,
+    layout,
+    local_part,
+    make_batch,
+    make_config,
+    saved_gradients,
+)
+from tests.tiny import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,20 +35,17 @@ pytestmark = [
     pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine"),
 ]
 
+NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a CUDA device for each of two ranks")
 VOCAB = 300
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "initializer_range": 0.05}
-SHAPES: dict[Family, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 128},
-    "mixtral": {"head_dim": 64, "intermediate_size": 128},
-    "deepseek_v3": {
-        "moe_intermediate_size": 128,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-}
+WORK = [
+    *(pytest.param((family, {}), id=family) for family in WITH_EXPERTS),
+    *(
+        pytest.param((family, DP2 | EP2), id=f"{family}-ep2", marks=NEEDS_TWO)
+        for family in ("qwen3_moe", "deepseek_v3")
+    ),
+]
+"""Families, and how their experts are dealt out. NCCL refuses two ranks on one device."""
 
 
 @dataclass(frozen=True)
@@ -53,35 +58,52 @@ class Both:
     """Classes of our expert modules."""
 
 
-def of_policy(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
-    """In a rank: log-probs, the gradient of a loss at ratio 1, and the classes of the expert modules."""
+@dataclass(frozen=True)
+class Found:
+    """Of one rank."""
+
+    log_probs: dict[int, np.ndarray]
+    """By sequence."""
+    gradients: dict[str, np.ndarray]
+    experts: list[str]
+    """Classes of the expert modules."""
+
+
+def of_policy(path: Path, parallel: dict[str, Any], dtype: str = "bfloat16") -> Found:
+    """In a rank: log-probs, and the gradient of a loss at ratio 1."""
+    from megatron_rl.policy import distributed
     from megatron_rl.policy.policy import Policy
 
-    cfg, batch, plan = _work(path)
-    with layout(cfg):
+    cfg = make_config(path, parallel, dtype)
+    with layout(cfg) as dp_rank:
         policy = Policy.build(cfg)
+        batch, plan = local_part(whole_batch(), cfg, dp_rank, max_tokens=96)
         log_probs = policy.log_probs(batch, plan).log_probs
         policy.train_step(batch.with_arrays(old_log_probs=log_probs), plan, LossSpec())
         modules = policy.chunks[0].named_modules()
-        return (
-            log_probs,
+        found = Found(
+            dict(zip(plan.sequences(dp_rank), np.split(log_probs, batch.offsets[1:-1]), strict=True)),
             gradients(policy),
             [type(part).__name__ for name, part in modules if name.endswith(".experts")],
         )
+    distributed.shutdown()
+    return found
 
 
-def _work(path: Path) -> tuple[Config, SequenceBatch, Plan]:
-    cfg = make_config(path, None, "bfloat16")
-    return cfg, *local_part(make_batch(VOCAB, masked=()), cfg, 0, max_tokens=96)
+def whole_batch() -> SequenceBatch:
+    return make_batch(VOCAB, masked=())
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=WORK)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
-    family = request.param
-    path = tiny_model(tmp_path_factory.mktemp("model"), family, vocab_size=VOCAB, **SHAPE, **SHAPES[family])
-    ((found, ours, experts),) = run_ranks(1, of_policy, path, timeout=300)
-    expected, theirs = _of_transformers(path, _work(path)[1])
-    return Both((found, expected), (ours, theirs), experts)
+    family, parallel = request.param
+    path = tiny_model(tmp_path_factory.mktemp("model"), family, vocab_size=VOCAB, **SHAPE, **WITH_EXPERTS[family])
+    ranks = run_ranks(parallel.get("data_parallel_size", 1), of_policy, path, parallel, timeout=300)
+    expected, theirs = _of_transformers(path, whole_batch())
+    by_sequence = {i: values for rank in ranks for i, values in rank.log_probs.items()}
+    found = np.concatenate([by_sequence[i] for i in sorted(by_sequence)])
+    ours = {name: values for rank in ranks for name, values in rank.gradients.items()}
+    return Both((found, expected), (ours, theirs), [name for rank in ranks for name in rank.experts])
 
 
 def _of_transformers(path: Path, batch: SequenceBatch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
