@@ -27,6 +27,7 @@ CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.5, 5.0)}
 """Corrections of single tokens, and the bounds they get unless others are given."""
 ONE_RATIO_PER_SEQUENCE = ("gspo", "gspo_token", "gmpo")
 REJECTING = ("icepop", "mis", "seq_mis")
+"""Corrections that take tokens out of the loss."""
 
 
 def problems(a: AlgorithmConfig) -> Iterator[str]:
@@ -102,14 +103,11 @@ def _corrections(a: AlgorithmConfig) -> Iterator[str]:
                 f"{key}={list(bounds)}: write [lower, upper] with 0 <= lower <= 1 <= upper and lower < upper, since a "
                 "token on which engine and trainer agree has ratio 1"
             )
-    if a.renormalise_after_rejection:
-        if not set(a.corrections) & set(REJECTING):
-            yield f"renormalise_after_rejection=true: nothing rejects tokens; add one of {', '.join(REJECTING)}"
-        if a.old_logprobs == "reuse":
-            yield (
-                "renormalise_after_rejection=true needs to know before the update what is rejected, and "
-                "old_logprobs=reuse knows it only afterwards; use old_logprobs=recompute"
-            )
+    if a.renormalise_after_rejection and a.old_logprobs == "reuse":
+        yield (
+            "renormalise_after_rejection=true needs to know before the update what is rejected, and "
+            "old_logprobs=reuse knows it only afterwards; use old_logprobs=recompute"
+        )
 
 
 def _baseline(a: AlgorithmConfig) -> Iterator[str]:

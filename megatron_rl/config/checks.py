@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .algorithm_rules import REJECTING
 from .base import ConfigError
 from .hf_config import HfConfig, read_hf_config
 from .layout_checks import layout_problems
@@ -40,6 +41,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
         _batch(cfg),
         _files(cfg) if with_files else (),
         _advantages(cfg),
+        _rejection(cfg),
         _loss(cfg),
         _watched(cfg),
         _environment(cfg),
@@ -149,6 +151,15 @@ def _advantages(cfg: Config) -> Iterator[str]:
         yield f"algorithm.std=none has no meaning with advantage={a.advantage}; leave it out"
     if not a.shift_mean and not a.advantage.startswith("reinforce_pp"):
         yield f"algorithm.shift_mean=false has no meaning with advantage={a.advantage}; leave it out"
+
+
+def _rejection(cfg: Config) -> Iterator[str]:
+    a, limit = cfg.algorithm, cfg.moe.max_routing_mismatch
+    if a.renormalise_after_rejection and limit is None and not set(a.corrections) & set(REJECTING):
+        yield (
+            f"algorithm.renormalise_after_rejection=true: nothing rejects tokens; add one of {', '.join(REJECTING)} to "
+            "algorithm.corrections, with experts set moe.max_routing_mismatch, or leave it out"
+        )
 
 
 def _loss(cfg: Config) -> Iterator[str]:

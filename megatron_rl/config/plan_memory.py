@@ -267,7 +267,7 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
         (
             "routes on disk",
             _gib((alive + checkpoints * saved) * group),
-            f"at most: {a_token} bytes a token, {alive} groups alive, {saved} more in each of {checkpoints} checkpoints",
+            f"at most: {a_token} bytes a token; {alive} groups alive, {saved} in each of {checkpoints} checkpoints",
         ),
         (
             "CPU time for routes",

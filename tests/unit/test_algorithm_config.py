@@ -113,8 +113,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"corrections": 5}, "algorithm.corrections=5: input should be a valid list"),
     ({"corrections": True}, "algorithm.corrections=True: input should be a valid list"),
     ({"corrections": [["tis"]]}, r"algorithm.corrections.0=\['tis'\]: input should be"),
-    ({"renormalise_after_rejection": True}, "nothing rejects tokens; add one of icepop, mis, seq_mis"),
-    ({"corrections": ["tis"], "renormalise_after_rejection": True}, "nothing rejects tokens"),
     (
         {"corrections": ["mis"], "renormalise_after_rejection": True, "old_logprobs": "reuse"},
         "old_logprobs=reuse knows it only afterwards",

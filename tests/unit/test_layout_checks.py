@@ -36,6 +36,10 @@ SP = "parallel.sequence_parallel=true"
             "with sequence_parallel=false: experts .* set parallel.sequence_parallel=true",
         ),
         (["engine.routed_experts=false"], "routing_replay=R3 .* set engine.routed_experts=true"),
+        (
+            ["algorithm.renormalise_after_rejection=true", "algorithm.corrections=[tis]"],
+            "nothing rejects tokens; add one of icepop, mis, seq_mis to .*, with experts set moe.max_routing_mismatch",
+        ),
         (["algorithm.normalisation=token_mean"], "use normalisation=seq_mean_token_mean"),
         (["algorithm.max_tokens_per_microbatch=8191"], "so the cap must be one; use 8190"),
     ],
@@ -44,6 +48,13 @@ def test_what_does_not_fit_the_experts_is_refused(tmp_path: Path, words: list[st
     write_tiny_model(tmp_path / "model", seed=0, experts=8)
     with pytest.raises(ConfigError, match=message):
         check(load_config(ROOT / "configs" / "tiny_moe_gspo.yaml", [f"model.path={tmp_path / 'model'}", *words]), False)
+
+
+@pytest.mark.parametrize("word", ["moe.max_routing_mismatch=0.1", "algorithm.corrections=[mis]"])
+def test_a_recount_needs_anything_that_rejects(tmp_path: Path, word: str) -> None:
+    write_tiny_model(tmp_path / "model", seed=0, experts=8)
+    words = [f"model.path={tmp_path / 'model'}", "algorithm.renormalise_after_rejection=true", word]
+    check(load_config(ROOT / "configs" / "tiny_moe_gspo.yaml", words), with_files=False)
 
 
 def test_expert_ranks_of_a_dense_model_are_refused(tmp_path: Path) -> None:

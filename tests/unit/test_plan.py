@@ -100,7 +100,7 @@ def test_routes_on_disk_are_those_of_all_groups_alive_and_of_what_checkpoints_ke
         (value, how) = next((value, how) for name, value, how in rows if name == "routes on disk")
         longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
         assert value == f"{groups * 6 * longest * 4 / 2**20:.3f} MiB", how
-        assert how.startswith("at most: 4 bytes a token, ")
+        assert how.startswith("at most: 4 bytes a token; ")
 
 
 def test_a_plan_needs_no_weights_but_a_run_does(model: Path) -> None:

@@ -160,9 +160,15 @@ def test_renormalised_weights_add_up_to_one_over_what_is_accepted() -> None:
     assert all(weights[row] > plain[row] for row in plain if kept[row])
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_sequences_routed_differently_weigh_nothing_and_keep_their_mask(renormalise: bool) -> None:
-    options: Any = {"corrections": ["mis"], "renormalise_after_rejection": renormalise, "normalisation": "token_mean"}
+@pytest.mark.parametrize(("corrections", "renormalise"), [([], False), ([], True), (["mis"], False), (["mis"], True)])
+def test_sequences_routed_differently_weigh_nothing_and_keep_their_mask(
+    corrections: list[str], renormalise: bool
+) -> None:
+    options: Any = {
+        "corrections": corrections,
+        "renormalise_after_rejection": renormalise,
+        "normalisation": "token_mean",
+    }
     samples, cfg = sampled(), config(**options)
     (update,) = plan_step(samples, cfg, step=0)
     mine = local(update, samples, 0)
