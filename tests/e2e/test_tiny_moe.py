@@ -85,6 +85,18 @@ def test_experts_and_pipeline_stages_on_four_ranks_agree_with_the_engine(tmp_pat
     assert_engine_and_trainer_route_alike(run, inputs)
 
 
+@pytest.mark.slow
+def test_context_parallel_ranks_with_experts_agree_with_the_engine(tmp_path: Path, inputs: Path) -> None:
+    """Each rank reads the routes of its own rows of every sequence."""
+    words = (
+        "parallel.tensor_model_parallel_size=1",
+        "parallel.sequence_parallel=false",
+        "parallel.context_parallel_size=2",
+    )
+    run = train(tmp_path / "run", inputs, *SHORT, *words, config=CONFIG)
+    assert_engine_and_trainer_route_alike(run, inputs)
+
+
 @pytest.mark.skipif(not SGLANG.exists(), reason=NO_SGLANG)
 @pytest.mark.parametrize("transport", ["disk", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_three_steps_agree_with_a_real_sglang(tmp_path: Path, inputs: Path, transport: str) -> None:
@@ -100,6 +112,7 @@ def test_sixty_steps_of_gspo_with_replay_learn_to_sort(tmp_path: Path) -> None:
     inputs = make_inputs(tmp_path / "inputs", experts=8)
     run = train(tmp_path / "run", inputs, config=CONFIG, timeout=1500)
     assert run.code == 0, run.output
+    print(f"sixty steps: {run.result['train_seconds']:.0f} s")
     assert run.result["pass_at_1_after_interval"][0] > run.result["pass_at_1_before_interval"][1]
     assert re.search(r"pass@1 +0\.\d+ +[01]\.\d+", run.output)
     assert max(row["routing/live_rows"] for row in run.steps) == 0
