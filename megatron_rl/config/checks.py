@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .algorithm_rules import REJECTING
 from .base import ConfigError
+from .engine_checks import engine_problems
 from .hf_config import HfConfig, read_hf_config
 from .layout_checks import layout_problems
 from .moe_checks import routing_problems
@@ -48,6 +49,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
         _off_policy(cfg),
         _weight_transport(cfg),
         quantisation_problems(cfg),
+        engine_problems(cfg, hf),
         routing_problems(cfg, hf),
     )
     problems = [problem for found in checks for problem in found]

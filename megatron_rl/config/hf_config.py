@@ -16,6 +16,8 @@ from .hf_numbers import given, positive
 from .hf_shapes import MlaShape, MoeShape
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+EMBEDDED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3")
+"""Those of them that the embedded engine serves."""
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MISTRAL_WINDOW = 4096
 """What a Mistral whose config.json does not mention `sliding_window` has."""

@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from megatron_rl.config.hf_config import EMBEDDED_MODEL_TYPES
+
 from .experts import has_experts, mix_experts
 from .latent_attention import Rotate, project_latent, without_padding
 
@@ -29,9 +31,6 @@ def ignore_routes(layer: int, experts: torch.Tensor) -> None:
     """Where nobody wants to know."""
 
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-
-
 class ForwardPass:
     """The model as three steps: hidden states, logits, and the attention that the caller supplies.
 
@@ -41,9 +40,9 @@ class ForwardPass:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        if config.model_type not in SUPPORTED_MODEL_TYPES:
+        if config.model_type not in EMBEDDED_MODEL_TYPES:
             raise ValueError(
-                f"model_type {config.model_type!r}: the embedded engine serves {', '.join(SUPPORTED_MODEL_TYPES)}"
+                f"model_type {config.model_type!r}: the embedded engine serves {', '.join(EMBEDDED_MODEL_TYPES)}"
             )
         if getattr(config, "sliding_window", None) or "sliding_attention" in (
             getattr(config, "layer_types", None) or ()

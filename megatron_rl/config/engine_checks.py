@@ -1,0 +1,66 @@
+"""Which models the engines of section `engine` can serve, and laid out how; what they compute is not judged here.
+
+What is asked of SGLang's layouts was read in the sources of 0.5.23, which says the same after minutes of loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .hf_config import EMBEDDED_MODEL_TYPES, HfConfig
+from .quantised import BLOCK
+from .schema import Config
+
+
+def engine_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    """Complaints about engines that the run starts, each with the fix; those of engine.urls have their own settings."""
+    if cfg.engine.urls:
+        return
+    if cfg.engine.kind == "embedded":
+        if hf.model_type not in EMBEDDED_MODEL_TYPES:
+            yield (
+                f"engine.kind=embedded does not serve model_type={hf.model_type} of model.path, only "
+                f"{', '.join(EMBEDDED_MODEL_TYPES)}; use engine.kind=sglang"
+            )
+        return
+    yield from _experts(cfg, hf)
+    if cfg.engine.dtype == "float8":
+        yield from _blocks(cfg, hf)
+
+
+def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    """Each of `tp` devices has its part of the experts of one of `ep` groups: tp / ep devices share each expert."""
+    tp, ep = cfg.engine.tp, cfg.engine.ep
+    if hf.moe is None:
+        if ep > 1:
+            yield f"engine.ep={ep}: the model of model.path has no experts; leave it out"
+        return
+    sizes = [size for size in range(1, tp + 1) if tp % size == 0 and hf.moe.num_experts % size == 0]
+    if ep not in sizes:
+        yield (
+            f"engine.ep={ep} must divide engine.tp={tp}, whose devices SGLang deals the experts over, and the "
+            f"{hf.moe.num_experts} experts of a layer; use one of {sizes}"
+        )
+    elif hf.moe.ffn_hidden_size * ep % tp:
+        yield (
+            f"engine.tp={tp}, engine.ep={ep}: {tp // ep} devices cannot share the {hf.moe.ffn_hidden_size} features "
+            f"of an expert evenly; use engine.ep={sizes[-1]}, or another engine.tp"
+        )
+
+
+def _blocks(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    """A block of fp8 numbers has one scale, so devices share MLPs in whole blocks."""
+    tp, ep = cfg.engine.tp, cfg.engine.ep
+    shared = []
+    if len(hf.moe_layers) < hf.num_layers:
+        shared.append(("an MLP", hf.ffn_hidden_size, "engine.tp", tp, "a smaller engine.tp"))
+    if hf.moe is not None:
+        shared.append(
+            ("an expert", hf.moe.ffn_hidden_size, "engine.tp / engine.ep", max(1, tp // ep), "a larger engine.ep")
+        )
+    for what, features, key, devices, instead in shared:
+        if features % (devices * BLOCK[0]):
+            yield (
+                f"engine.dtype=float8 with {key}={devices}: each device must get a multiple of {BLOCK[0]} of the "
+                f"{features} features of {what}; use {instead}, or weights in bf16 and engine.dtype=bfloat16"
+            )

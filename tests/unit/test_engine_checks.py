@@ -1,0 +1,83 @@
+"""Models and layouts that the engines would refuse after loading them are refused before anything starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_rl.config import HfConfig, read_hf_config, validate
+from megatron_rl.config.engine_checks import engine_problems
+from megatron_rl.config.hf_shapes import MoeShape
+from tests.unit.test_moe_recipes import MODELS
+
+QWEN = read_hf_config(MODELS / "qwen3_30b_a3b")
+DEEPSEEK = read_hf_config(MODELS / "deepseek_v3")
+DENSE = replace(QWEN, moe=None)
+
+
+def problems(hf: HfConfig, **engine: Any) -> list[str]:
+    cfg = validate(
+        {
+            "run_dir": "x",
+            "model": {"path": "x"},
+            "data": {"prompts": "x"},
+            "reward": {"components": [{"name": "exact"}]},
+            "engine": {"kind": "sglang", **engine},
+        }
+    )
+    return list(engine_problems(cfg, hf))
+
+
+@pytest.mark.parametrize(
+    ("hf", "engine", "message"),
+    [
+        (DENSE, {"tp": 4, "ep": 4}, "engine.ep=4: the model of model.path has no experts; leave it out"),
+        (QWEN, {"tp": 2, "ep": 4}, r"engine.ep=4 must divide engine.tp=2, .*; use one of \[1, 2\]"),
+        (QWEN, {"tp": 6, "ep": 4}, r"engine.ep=4 must divide engine.tp=6, .*; use one of \[1, 2\]"),
+        (QWEN, {"tp": 3, "ep": 3}, r"engine.ep=3 must divide .* the 128 experts of a layer; use one of \[1\]"),
+        (
+            replace(QWEN, moe=MoeShape(8, 2, 100)),
+            {"tp": 8},
+            "engine.tp=8, engine.ep=1: 8 devices cannot share the 100 features .*; use engine.ep=8, or another",
+        ),
+        (
+            QWEN,
+            {"tp": 4, "dtype": "float8"},
+            r"float8 with engine.tp / engine.ep=4: each device must get a multiple of 128 of the 768 features of an "
+            "expert; use a larger engine.ep",
+        ),
+        (DEEPSEEK, {"tp": 32, "ep": 32, "dtype": "float8"}, "engine.tp=32: .* 18432 features of an MLP; use a smaller"),
+        (replace(DENSE, ffn_hidden_size=192), {"dtype": "float8"}, "engine.tp=1: .* 192 features of an MLP"),
+    ],
+)
+def test_a_layout_that_sglang_would_refuse_is_refused(hf: HfConfig, engine: dict[str, Any], message: str) -> None:
+    (problem,) = problems(hf, **engine)
+    assert re.search(message, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("hf", "engine"),
+    [
+        (DENSE, {"tp": 4}),
+        (QWEN, {"tp": 4, "ep": 4}),
+        (QWEN, {"tp": 4, "ep": 2}),
+        (QWEN, {"tp": 6, "ep": 2, "dtype": "float8"}),
+        (DEEPSEEK, {"tp": 16, "ep": 1, "dtype": "float8"}),
+        (DEEPSEEK, {"tp": 16, "ep": 16, "dtype": "float8"}),
+        (DENSE, {"tp": 4, "ep": 4, "urls": ["http://engines:1"]}),  # what others have started
+    ],
+)
+def test_a_layout_that_fits_is_not(hf: HfConfig, engine: dict[str, Any]) -> None:
+    assert problems(hf, **engine) == []
+
+
+def test_a_family_that_the_embedded_engine_does_not_serve_is_refused() -> None:
+    (problem,) = problems(replace(DEEPSEEK, model_type="deepseek_v2"), kind="embedded")
+    assert problem.startswith("engine.kind=embedded does not serve model_type=deepseek_v2 of model.path, only qwen2, ")
+    assert problem.endswith("use engine.kind=sglang")
+    assert problems(replace(DEEPSEEK, model_type="deepseek_v2")) == []
+    assert problems(replace(QWEN, model_type="deepseek_v2"), kind="embedded", urls=["http://engines:1"]) == []
+    assert problems(DEEPSEEK, kind="embedded") == []
