@@ -132,7 +132,7 @@ else
   overrides=("vars.inputs=$inputs" ${overrides[@]+"${overrides[@]}"})
 fi
 if ! wants --dry-run; then
-  printf '%s\n' "[quickstart] training; everything goes to $out; the first numbers come when all processes are up" >&2
+  printf '%s\n' "[quickstart] training; everything goes to $out" >&2
 fi
 "$MRL_VENV/bin/megatron-rl" train "$config" "run_dir=$out" ${seed:+"seed=$seed"} \
   ${overrides[@]+"${overrides[@]}"} ${options[@]+"${options[@]}"}

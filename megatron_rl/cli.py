@@ -75,7 +75,8 @@ def train(
 
     Ctrl-C (or TERM) saves the run and ends it.
 
-    Exit code: 0 complete, 1 a process failed, 2 the configuration cannot run, 75 ended by a signal (see --resume).
+    Exit code: 0 complete, 1 a process failed, 2 the configuration cannot run or run_dir holds another run, 75 ended by
+    a signal (see --resume).
     """
     from megatron_rl.cluster.local import run_local
     from megatron_rl.cluster.processes import EXIT_RESUMABLE
@@ -90,7 +91,7 @@ def train(
     inputs = check_inputs(cfg)
     check_device(cfg)
     goes_on = Resume(lambda: checkpoint_to_resume(cfg, inputs.prompts, resume_from), accept_changes)
-    code = run_local(cfg, goes_on if resume or resume_from is not None else None)
+    code = run_local(cfg, goes_on if resume or resume_from is not None else None, _say)
     if code == EXIT_RESUMABLE:
         errors.print(f"ended by a signal; the same command with --resume goes on with {cfg.run_dir}")
     raise typer.Exit(code)
@@ -315,6 +316,10 @@ def config(
         raise ConfigError("config: give a CONFIG.yaml, or --schema for all keys")
 
 
+def _say(line: str) -> None:
+    errors.print(Text(line))
+
+
 def _print_plan(cfg: Config, plan: Plan, unchecked: str, nodes: list[tuple[str, str, str]] | None = None) -> None:
     console = Console(highlight=False)
     console.print(dump(cfg), soft_wrap=True)
@@ -331,7 +336,7 @@ def _print_plan(cfg: Config, plan: Plan, unchecked: str, nodes: list[tuple[str, 
 def main() -> None:
     """Entry point: an expected failure is one message and exit code 1 (2 when nothing was started for it)."""
     from megatron_rl.cluster.local import RunFailed
-    from megatron_rl.cluster.run_dir import RunDirError
+    from megatron_rl.cluster.run_dir import RunDirError, RunMoved
     from megatron_rl.cluster.slurm.allocation import SlurmError
     from megatron_rl.cluster.started import BootstrapError
     from megatron_rl.engines.server_process import ServerFailed
@@ -343,14 +348,15 @@ def main() -> None:
 
     try:
         app()
-    except (ConfigError, *INPUT_ERRORS) as error:
+    except RunMoved as error:
+        _fail(error, 1)
+    except (ConfigError, RunDirError, *INPUT_ERRORS) as error:
         _fail(error, 2)
     except (
         BootstrapError,
         CheckpointError,
         LedgerError,
         ReportError,
-        RunDirError,
         RunFailed,
         ServerFailed,
         SlurmError,

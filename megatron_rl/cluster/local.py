@@ -18,14 +18,15 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Callable
 
 from megatron_rl.config import Config, dump
 
 from .bootstrap import child_environment
 from .devices import VISIBLE, engine_devices, visible_devices
 from .processes import EXIT_RESUMABLE, Role, kill, start, stop
-from .resume import Resume, require_same_run
-from .run_dir import Anchor, RunDir, RunDirError
+from .resume import Resume, nothing_to_do, require_same_run
+from .run_dir import Anchor, RunDir, RunMoved
 from .started import LAUNCH
 
 log = logging.getLogger(__name__)
@@ -52,23 +53,31 @@ class StopRequest:
         return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
 
-def run_local(cfg: Config, resume: Resume | None = None) -> int:
+def run_local(cfg: Config, resume: Resume | None, say: Callable[[str], None]) -> int:
     """Run to the end. Returns the exit code of the run: 0, or 75 when TERM came and it can be resumed.
 
+    Args:
+        say: told what is about to be started, or why nothing is.
+
     Raises:
-        RunDirError: the run directory is in use, holds another run, or was moved away.
+        RunDirError: the run directory is in use or holds another run; RunMoved when it was moved away.
         RunFailed: a process failed.
     """
     asked = StopRequest()
     run = RunDir(cfg.run_dir)
     with run.locked(2 * cfg.cluster.stop_timeout_s) as lock:
         checkpoint = resume.checkpoint() if resume else None
-        run.prepare(resume is not None)
         if resume and checkpoint:
             for change in require_same_run(run.config, cfg, resume.accept_changes):
                 log.warning("going on with a change: %s", change)
+            if told := nothing_to_do(run, checkpoint, cfg):
+                say(told)
+                return 0
+        run.prepare(resume is not None)
         run.write_config(dump(cfg))
         words = ["megatron_rl.train", str(run.config), *(["--from", str(checkpoint)] if checkpoint else [])]
+        begin = f"going on from {checkpoint.name}" if checkpoint else "starting"
+        say(f"{begin}; the first numbers come when all processes are up; logs in {run.logs}")
         return _run(cfg, run, words, asked, lock)
 
 
@@ -99,7 +108,7 @@ def _run(cfg: Config, run: RunDir, words: list[str], asked: StopRequest, lock: i
             roles.append(start("controller", 0, argv, _environment(), log_file, lock=lock, stop_signal=signal.SIGINT))
         _start_ranks(cfg, run, words, roles, lock)
         return _watch(roles, asked, cfg.cluster.stop_timeout_s, Anchor(run))
-    except RunDirError:
+    except RunMoved:
         kill(roles)  # TERM would have them save, to a path where the run no longer is
         raise
     finally:

@@ -1,8 +1,9 @@
 """Whether a configuration goes on with the run that lies in a directory, or would be another run under its name.
 
-What decides what is learned is compared: model, seed, order of prompts, algorithm, optimizer, rewards, sampling.
-Layout, engines, deadlines, logging, evaluation and the number of steps may change from one start to the next. The
-prompts themselves are compared by the controller, which has their fingerprint in its saved state.
+What decides what is learned is compared: model, seed, order of prompts, algorithm, optimizer, rewards, sampling and
+routing. Layout, engines, deadlines, logging, evaluation, how the loss is computed (`loss:`) and the number of steps may
+change from one start to the next. The prompts themselves are compared by the controller, which has their fingerprint in
+its saved state.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from megatron_rl.config import Config, load_config
 
-from .run_dir import RunDirError
+from .run_dir import RunDir, RunDirError
 
 COMPARED: dict[str, frozenset[str]] = {
     "model": frozenset({"make_vocab_size_divisible_by"}),
@@ -35,6 +36,7 @@ COMPARED: dict[str, frozenset[str]] = {
         }
     ),
     "reward": frozenset({"workers", "timeout_s"}),
+    "moe": frozenset(),
 }
 """Sections that must stay as they were, and their keys that need not."""
 
@@ -65,6 +67,17 @@ def require_same_run(recorded: Path, cfg: Config, accept_changes: bool) -> list[
             "run, add --accept-changes to go on with the new ones, or choose another run_dir"
         )
     return changes
+
+
+def nothing_to_do(run: RunDir, checkpoint: Path, cfg: Config) -> str | None:
+    """What to tell whoever resumes a run that has its result, and at `checkpoint` all its steps; None for any other."""
+    step = int(checkpoint.name.rpartition("-")[2])
+    if step < cfg.steps or not run.result.exists():
+        return None
+    return (
+        f"run_dir={run.path} is complete (step {step}, steps={cfg.steps}): nothing was started. "
+        f"See {run.path}/report.html, or go on with steps=N, N more than {step}"
+    )
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:

@@ -22,7 +22,11 @@ from megatron_rl.files import try_lock, write_atomic
 
 
 class RunDirError(RuntimeError):
-    """The run directory cannot be used as asked; the message says what to do."""
+    """The run directory cannot be used as asked; the message says what to do. Nothing was started."""
+
+
+class RunMoved(RunDirError):
+    """It went away while processes of the run wrote to it, which ended them."""
 
 
 class RunDir:
@@ -62,6 +66,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def result(self) -> Path:
+        """There when all steps were taken; removed when the run goes on."""
+        return self.path / "result.json"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -95,7 +104,7 @@ class RunDir:
             for folder in (self.path, self.endpoints, self.weights, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             stale = [*self.endpoints.glob("*.json"), *self.staged.glob("*.json")]
-            for path in [*stale, self.weights / "current.json", self.path / "result.json"]:
+            for path in [*stale, self.weights / "current.json", self.result]:
                 path.unlink(missing_ok=True)
             write_atomic(self.path / KEY_FILE, secrets.token_hex(32), mode=0o600)
 
@@ -171,9 +180,9 @@ class Anchor:
         self._run, self._inode = run, inode(run.path / ".lock")
 
     def require(self) -> None:
-        """Raise RunDirError when the directory is no longer at its path."""
+        """Raise RunMoved when the directory is no longer at its path."""
         if inode(self._run.path / ".lock") != self._inode:
-            raise RunDirError(
+            raise RunMoved(
                 f"run_dir={self._run.path} was moved, renamed or removed while the run went on, which ends it; move it "
                 "back (or set run_dir to where it is now), and go on with --resume"
             )

@@ -107,7 +107,7 @@ def test_nothing_of_the_run_is_left_running(run: FinishedRun) -> None:
 
 def test_a_finished_run_is_not_overwritten(run: FinishedRun, inputs: Path) -> None:
     again = train(run.folder, inputs, "steps=3", *SHORT)
-    assert again.code == 1
+    assert again.code == 2
     assert "add --resume" in again.output
 
 

@@ -296,7 +296,7 @@ def test_what_does_not_fit_the_earlier_run_is_refused_and_an_older_checkpoint_ca
         assert exact_metrics(folder) == before
         return answer.output
 
-    assert "optimizer.lr: 0.0003 -> 0.5" in refused("optimizer.lr=0.5")
+    assert "optimizer.lr: 0.0003 -> 0.5" in refused("optimizer.lr=0.5", code=2)
     other = make_inputs(tmp_path / "other", seed=2, prompts=8, eval_prompts=8, sft_prompts=64)
     logs = [path.stat().st_size for path in sorted((folder / "logs").iterdir())]
     for recorded in (inputs, other):  # the file that config.yaml names proves nothing
@@ -312,7 +312,7 @@ def test_what_does_not_fit_the_earlier_run_is_refused_and_an_older_checkpoint_ca
         (whole[:-1] + bytes([whole[-1] ^ 1]), "right size but not"),
     ):
         damaged.write_bytes(content)
-        answer = refused()
+        answer = refused("steps=5")
         assert f"{damaged} has " in answer
         assert state in answer
         assert "--resume-from 2" in answer

@@ -18,10 +18,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.cluster import ports, run_dir
+from megatron_rl.cluster.local import run_local
 from megatron_rl.cluster.ports import EPHEMERAL, free_port
 from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
-from megatron_rl.cluster.resume import require_same_run
+from megatron_rl.cluster.resume import Resume, nothing_to_do, require_same_run
 from megatron_rl.cluster.run_dir import Anchor, RunDir, RunDirError
 from megatron_rl.config import Config, dump, validate
 
@@ -275,10 +276,12 @@ def configuration(**sections: object) -> Config:
 def test_a_resumed_run_must_decide_as_before_and_the_message_names_every_change(tmp_path: Path) -> None:
     recorded = tmp_path / "config.yaml"
     recorded.write_text(dump(configuration()))
-    other = configuration(seed=4, rollout={"group_size": 2}, data={"prompts": "q", "shuffle": False})
+    sections = {"rollout": {"group_size": 2}, "data": {"prompts": "q", "shuffle": False}}
+    other = configuration(seed=4, **sections, moe={"max_routing_mismatch": 0.5})
     with pytest.raises(RunDirError, match="--accept-changes") as refusal:
         require_same_run(recorded, other, accept_changes=False)
     changes = ["seed: 0 -> 4", "data.shuffle: True -> False", "rollout.group_size: 16 -> 2"]
+    changes.append("moe.max_routing_mismatch: None -> 0.5")
     assert "; ".join(changes) in str(refusal.value)
     assert require_same_run(recorded, other, accept_changes=True) == changes
 
@@ -295,6 +298,29 @@ def test_layout_deadlines_and_length_of_a_resumed_run_are_free(tmp_path: Path) -
         cluster={"stop_timeout_s": 1},
     )
     assert require_same_run(recorded, changed, accept_changes=False) == []
+
+
+def test_a_complete_run_is_named_as_such_and_nothing_of_it_is_touched(tmp_path: Path) -> None:
+    run, cfg = RunDir(tmp_path), configuration(run_dir=str(tmp_path), steps=3)
+    run.prepare(resume=False)
+    run.write_config(dump(cfg))
+    checkpoint = run.checkpoints / "step-000003"
+    checkpoint.mkdir()
+    assert nothing_to_do(run, checkpoint, cfg) is None  # ended while it wrote its result
+    run.result.write_text("{}")
+    before, said = sorted(tmp_path.rglob("*")), list[str]()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert run_local(cfg, Resume(lambda: checkpoint), said.append) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert said == [
+        f"run_dir={tmp_path} is complete (step 3, steps=3): nothing was started. "
+        f"See {tmp_path}/report.html, or go on with steps=N, N more than 3"
+    ]
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / ".lock"])
+    assert nothing_to_do(run, checkpoint, configuration(steps=4)) is None
 
 
 def test_a_failure_is_told_without_what_an_earlier_start_wrote(tmp_path: Path) -> None:

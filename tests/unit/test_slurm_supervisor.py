@@ -71,12 +71,12 @@ class Rig:
         return max((self.folder / "checkpoints").glob("step-*"), default=None)
 
     def run(self, *script: tuple[Verdict, int | None], **cluster: Any) -> int:
-        """The exit code of one start of the batch script."""
+        """The exit code of one start of the batch script; it was given --resume if a checkpoint is there."""
         cfg = configuration(self.folder, cluster)
         self.script = iter(script)
         signalled = Signalled.__new__(Signalled)  # without taking over this process's signals
         signalled.at = None
-        start = Start(self.newest, None)
+        start = Start(self.newest, self.newest if (self.folder / "checkpoints").exists() else None)
         return Supervisor(cfg, start, RunDir(self.folder), self.slurm, signalled).run()  # type: ignore[arg-type]
 
 
@@ -107,6 +107,14 @@ def test_attempts_that_save_nothing_are_bounded_and_one_that_saves_begins_the_co
     failures = [(FAILED, None), (FAILED, None), (FAILED, 2), (FAILED, None), (FAILED, None), (FAILED, None)]
     assert rig.run(*failures, max_restarts=2) == 1
     assert len(rig.seen) == 6
+
+
+def test_a_complete_run_that_is_resumed_has_no_attempt(rig: Rig) -> None:
+    assert rig.run((COMPLETE, 200)) == 0
+    (rig.folder / "result.json").write_text("{}")
+    rig.slurm.job = "8"
+    assert rig.run() == 0
+    assert len(rig.seen) == 1
 
 
 def test_a_run_whose_directory_was_moved_away_is_not_begun_anew_at_its_old_path(rig: Rig) -> None:

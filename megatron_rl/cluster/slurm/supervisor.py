@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.cluster.processes import EXIT_RESUMABLE
-from megatron_rl.cluster.resume import require_same_run
+from megatron_rl.cluster.resume import nothing_to_do, require_same_run
 from megatron_rl.cluster.run_dir import Anchor, RunDir
 from megatron_rl.config import Config, dump, validate
 
@@ -99,6 +99,9 @@ class Supervisor:
         futile = 0
         while True:
             before = self._checkpoint()
+            if before and not self._record.attempts and (told := nothing_to_do(self._run, before, self._cfg)):
+                log.info("%s", told)
+                return 0
             outcome = self._attempt(before)
             if outcome.verdict is Verdict.COMPLETE:
                 log.info("result: %s, %s", self._run.path / "result.json", self._run.path / "report.html")
