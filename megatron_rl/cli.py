@@ -326,7 +326,7 @@ def _print_plan(cfg: Config, plan: Plan, unchecked: str, nodes: list[tuple[str, 
     for heading, rows in (plan.sections | ({"Slurm": nodes} if nodes else {})).items():
         table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for row in rows:
-            table.add_row(*map(Text, row))  # as it stands: [tis] is no markup
+            table.add_row(*(Text(cell, overflow="fold") for cell in row))  # as it stands: [tis] is no markup
         console.print(table)
     if unchecked:
         console.print(Text(unchecked, "bold yellow"), soft_wrap=True)

@@ -124,7 +124,7 @@ def read_hf_config(path: str | Path) -> HfConfig:
             + (
                 f"it is a Megatron checkpoint: run `megatron-rl convert megatron-to-hf {path} OUT` and give OUT"
                 if is_megatron
-                else "give a Hugging Face directory (with *.safetensors)"
+                else "give a Hugging Face directory; for a plan (--dry-run) this file alone will do"
             )
         )
     try:

@@ -43,7 +43,7 @@ def _layout(cfg: Config, hf: HfConfig) -> list[Row]:
     rows = [
         ("model", f"{hf.model_type}, {num_parameters(hf):,} parameters", f"{hf.num_layers} layers, {cfg.model.dtype}"),
         ("trainer ranks", str(p.world_size), f"TP {tp} x PP {pp} x CP {p.context_parallel_size} x DP {dp}"),
-        ("layers per rank", ", ".join(map(str, layers)), f"of each stage, in {vpp} chunk(s)"),
+        ("layers per rank", ", ".join(map(str, layers)), f"of each stage, from stage 0 on, in {vpp} chunk(s)"),
     ]
     rows += _experts(cfg, hf)
     together = tp * p.context_parallel_size

@@ -107,14 +107,14 @@ def memory_rows(cfg: Config, hf: HfConfig) -> list[Row]:
     ]
     logits, how = _logits(cfg, hf)
     rows = [
-        ("fullest pipeline stage", f"{m.stage}", f"{m.shard.total:,} parameters, {m.shard.expert:,} of experts"),
-        ("parameters", _gib(m.parameters), f"{width_of(cfg)} bytes each"),
-        ("gradients", _gib(m.gradients), "fp32"),
-        ("optimizer state", _gib(m.optimizer), over),
-        ("activations", _gib(m.activations), f"{kept}; {m.in_flight:g} micro-batch(es) of {tokens:,} tokens each"),
-        ("logits at their peak", _gib(logits), how),
-        ("weight update", _gib(m.buckets), f"two buckets of {cfg.engine.bucket_mib} MiB, in place of activations"),
-        ("together at the peak", _gib(m.peak), _fits(m.peak, cfg)),
+        ("fullest pipeline stage", f"stage {m.stage}", f"{m.shard.total:,} parameters, {m.shard.expert:,} of experts"),
+        ("parameters", _size(m.parameters), f"{width_of(cfg)} bytes each"),
+        ("gradients", _size(m.gradients), "fp32"),
+        ("optimizer state", _size(m.optimizer), over),
+        ("activations", _size(m.activations), f"{kept}; {m.in_flight:g} micro-batch(es) of {tokens:,} tokens each"),
+        ("logits at their peak", _size(logits), how),
+        ("weight update", _size(m.buckets), f"two buckets of {cfg.engine.bucket_mib} MiB, in place of activations"),
+        ("together at the peak", _size(m.peak), _fits(m.peak, cfg)),
     ]
     return [*rows, *_host_rows(cfg, m), *_engine_rows(cfg, hf, m)]
 
@@ -130,9 +130,9 @@ def _fits(needed: float, cfg: Config) -> str:
 def _host_rows(cfg: Config, m: StageMemory) -> list[Row]:
     rows = []
     if cfg.algorithm.kl_coef:
-        rows.append(("reference model (host)", _gib(m.parameters), "of each rank; swapped in for its pass"))
+        rows.append(("reference model (host)", _size(m.parameters), "of each rank; swapped in for its pass"))
     if cfg.cluster.placement == "colocated":
-        rows.append(("training state (host)", _gib(m.optimizer), "of each rank, in the engines' turn"))
+        rows.append(("training state (host)", _size(m.optimizer), "of each rank, in the engines' turn"))
     return rows
 
 
@@ -154,8 +154,8 @@ def _engine_rows(cfg: Config, hf: HfConfig, m: StageMemory) -> list[Row]:
     token = hf.num_layers * cached * width
     wanted = token * e.max_running_requests * longest_sequence(cfg)
     rows = [
-        ("engine: weights", _gib(weights), f"on each of {e.tp} device(s)"),
-        ("engine: KV cache", _gib(wanted), f"if {e.max_running_requests} sequences were at their longest at once"),
+        ("engine: weights", _size(weights), f"on each of {e.tp} device(s)"),
+        ("engine: KV cache", _size(wanted), f"if {e.max_running_requests} sequences were at their longest at once"),
     ]
     size = cfg.cluster.device_memory_gib
     if size is None or e.memory_fraction is None:
@@ -165,10 +165,10 @@ def _engine_rows(cfg: Config, hf: HfConfig, m: StageMemory) -> list[Row]:
         room = f"weights alone are more than memory_fraction={e.memory_fraction:g}: DOES NOT FIT"
     else:
         room = f"{left / token:,.0f} tokens, {left / token / longest_sequence(cfg):.0f} of the longest sequences"
-    rows.append(("engine: room for KV cache", _gib(max(left, 0)), room))
+    rows.append(("engine: room for KV cache", _size(max(left, 0)), room))
     if cfg.cluster.placement == "colocated":
         beside = m.parameters + e.memory_fraction * size * GIB
-        rows.append(("engine: with the trainer's weights", _gib(beside), _fits(beside, cfg)))
+        rows.append(("engine: with the trainer's weights", _size(beside), _fits(beside, cfg)))
     return rows
 
 
@@ -240,12 +240,12 @@ def byte_rows(cfg: Config, hf: HfConfig) -> list[Row]:
     tokens = r.groups_per_step * r.group_size * longest_sequence(cfg)
     parameters = num_parameters(hf)
     rows = [
-        ("weights to each engine", _gib(engine_weights(cfg, hf)), _TRANSPORTS[cfg.engine.weight_transport]),
-        ("rollouts to the trainer", _gib(tokens * (8 + 4 + 1)), "token, log-prob and mask; at most"),
+        ("weights to each engine", _size(engine_weights(cfg, hf)), _TRANSPORTS[cfg.engine.weight_transport]),
+        ("rollouts to the trainer", _size(tokens * (8 + 4 + 1)), "token, log-prob and mask; at most"),
     ]
     if hf.moe is not None and cfg.engine.routed_experts:
         rows += _route_rows(cfg, hf, tokens)
-    return [*rows, ("one checkpoint", _gib(parameters * (width + 12)), "model and optimizer")]
+    return [*rows, ("one checkpoint", _size(parameters * (width + 12)), "model and optimizer")]
 
 
 def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
@@ -263,10 +263,10 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
     sharing = p.data_parallel_size * p.context_parallel_size
     read = tokens * a_token * most / layers / (sharing * (p.tensor_model_parallel_size if p.sequence_parallel else 1))
     return [
-        ("routes from the engines", _gib(sent), "int32 as base64 in their answers; at most"),
+        ("routes from the engines", _size(sent), "int32 as base64 in their answers; at most"),
         (
             "routes on disk",
-            _gib((alive + checkpoints * saved) * group),
+            _size((alive + checkpoints * saved) * group),
             f"at most: {a_token} bytes a token; {alive} groups alive, {saved} in each of {checkpoints} checkpoints",
         ),
         (
@@ -274,7 +274,7 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
             f"{numbers * ROUTE_CPU_S:,.1f} s",
             f"of all client workers and readers; {ROUTE_CPU_S * 1e9:g} ns a number: tools/bench_routes.py",
         ),
-        ("routes read by a trainer rank", _gib(read), f"its {most} layers of its tokens; read again in the update"),
+        ("routes read by a trainer rank", _size(read), f"its {most} layers of its tokens; read again in the update"),
     ]
 
 
@@ -296,5 +296,7 @@ _TRANSPORTS = {
 }
 
 
-def _gib(count: float) -> str:
+def _size(count: float) -> str:
+    if count >= 1024 * GIB:
+        return f"{count / 1024 / GIB:.3f} TiB"
     return f"{count / GIB:.3f} GiB" if count >= GIB / 1000 else f"{count / 2**20:.3f} MiB"

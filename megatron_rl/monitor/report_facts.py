@@ -27,6 +27,7 @@ def run_facts(data: RunData) -> dict[str, Any]:
         ("model", _model_name(config)),
         ("algorithm", _at(config, "algorithm.preset")),
         ("layout", _layout(config)),
+        ("routing replay", _replay(config)),
         ("batch", _batch(config)),
         ("learning rate", _at(config, "optimizer.lr")),
         ("seed", _at(config, "seed")),
@@ -184,9 +185,20 @@ def _model_name(config: dict[str, Any]) -> str:
 
 def _layout(config: dict[str, Any]) -> str:
     keys = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context", "DP": "data"}
-    sizes = [(short, _at(config, f"parallel.{key}_parallel_size")) for short, key in keys.items()]
-    shown = [f"{short} {size}" for short, size in sizes if size is not None and (size != 1 or short in ("TP", "DP"))]
-    return " × ".join(shown)
+    experts = {"EP": "expert_model", "ETP": "expert_tensor"}  # the same ranks, shared otherwise
+
+    def shown(names: dict[str, str]) -> str:
+        sizes = [(short, _at(config, f"parallel.{key}_parallel_size")) for short, key in names.items()]
+        return " × ".join(f"{short} {n}" for short, n in sizes if n is not None and (n != 1 or short in ("TP", "DP")))
+
+    return ", experts ".join(filter(None, map(shown, (keys, experts))))
+
+
+def _replay(config: dict[str, Any]) -> str:
+    """Of a model with experts; what is not one has neither replay nor experts to share."""
+    mode = str(_at(config, "moe.routing_replay") or "off")
+    has_experts = _at(config, "engine.routed_experts") or (_at(config, "parallel.expert_model_parallel_size") or 1) > 1
+    return mode if mode != "off" or has_experts else ""
 
 
 def _batch(config: dict[str, Any]) -> str:

@@ -34,6 +34,24 @@ def memory(model: Path, *words: str) -> dict[str, tuple[str, str]]:
     return {name: (value, how) for name, value, how in rows}
 
 
+def test_stages_are_named_as_they_are_counted_and_large_sizes_are_in_tib() -> None:
+    words = [f"model.path={ROOT}/tests/model_configs/qwen3_235b_a22b", "run_dir=r", "data.prompts=x"]
+    cfg = load_config(ROOT / "configs" / "qwen3_235b_a22b_gspo.yaml", words)
+    sections = make_plan(cfg, check(cfg, with_files=False)).sections
+    rows = {name: (value, how) for section in sections.values() for name, value, how in section}
+    assert rows["fullest pipeline stage"][0] == "stage 1"
+    assert rows["layers per rank"][1] == "of each stage, from stage 0 on, in 1 chunk(s)"
+    assert rows["one checkpoint"][0] == "2.993 TiB"
+    assert rows["weights to each engine"][0] == "437.896 GiB"
+
+
+def test_a_plan_of_a_model_that_is_not_there_asks_for_no_weights(tmp_path: Path) -> None:
+    words = ["run_dir=r", "vars.inputs=x", f"model.path={tmp_path}", "--dry-run"]
+    said = CliRunner().invoke(app, ["train", str(ROOT / "configs" / "tiny_moe_gspo.yaml"), *words])
+    assert "no config.json there" in str(said.exception)
+    assert "for a plan (--dry-run) this file alone will do" in str(said.exception)
+
+
 @pytest.mark.parametrize(
     ("tp", "chunk", "rows", "columns"), [(1, 512, 512, 96), (2, 512, 2 * 512, 48), (1, 10**6, 2000, 96)]
 )

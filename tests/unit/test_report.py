@@ -17,6 +17,7 @@ from megatron_rl.monitor.metrics_log import MetricsLog
 from megatron_rl.monitor.report import ReportError, build_report, script_json
 from megatron_rl.monitor.report_charts import build_charts, moving_average, thinned
 from megatron_rl.monitor.report_data import RunData, Series, read_run
+from megatron_rl.monitor.report_facts import run_facts
 from megatron_rl.monitor.report_samples import MAX_RESPONSE, spread
 from tests.synthetic_run import HOSTILE, write_run
 
@@ -125,6 +126,18 @@ def test_hostile_names_and_settings_stay_text(tmp_path: Path) -> None:
     page = Page(build_report(tmp_path))
     assert nasty in page.text
     assert [value for tag, _, value in page.attributes if tag == "img"] == []
+
+
+def test_the_head_of_a_run_with_experts_says_how_they_are_shared_and_replayed(tmp_path: Path) -> None:
+    sizes = "tensor_model_parallel_size: 2, context_parallel_size: 2, data_parallel_size: 1"
+    text = f"parallel: {{{sizes}, expert_model_parallel_size: 4}}\nmoe: {{routing_replay: R3}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    assert dict(run_facts(read_run(tmp_path))["chips"]) == {
+        "layout": "TP 2 × CP 2 × DP 1, experts EP 4",
+        "routing replay": "R3",
+    }
+    (tmp_path / "config.yaml").write_text(text.replace("R3", "'off'"))
+    assert dict(run_facts(read_run(tmp_path))["chips"])["routing replay"] == "off"
 
 
 def test_json_for_a_script_element_cannot_end_it_and_means_the_same() -> None:

@@ -57,7 +57,7 @@ def test_engines_share_the_nodes_of_the_trainer_when_colocated() -> None:
 def test_a_replica_may_span_nodes() -> None:
     engine = {"kind": "sglang", "replicas": 2, "tp": 16, "nodes_per_replica": 2}
     cfg = configuration(parallel={"data_parallel_size": 8}, engine=engine)
-    assert placed(cfg, 5).engines == ("node2", "node3", "node4", "node5")
+    assert placed(cfg, 5).rows()[-1] == ("engines", "node2,node3,node4,node5", "2 replicas, each on 2 nodes")
     with pytest.raises(ConfigError, match=r"engine\.nodes_per_replica=2 needs whole nodes"):
         need(configuration({"engines_per_node": 2}, parallel={"data_parallel_size": 8}, engine=engine), GPU_NODE)
 

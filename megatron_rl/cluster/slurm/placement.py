@@ -56,10 +56,14 @@ class Placement:
             ("controller", self.trainer[0], f"{self.controller_cpus} CPUs"),
         ]
         if self.engines:
-            rows.append(
-                ("engines", ",".join(self.engines), f"{self.replicas} replicas, up to {self.engines_per_node} a node")
-            )
+            rows.append(("engines", ",".join(self.engines), self._engines_in_words()))
         return [*rows, ("spare", ",".join(self.spares), "")] if self.spares else rows
+
+
+    def _engines_in_words(self) -> str:
+        count, span = self.replicas, len(self.engines) // self.replicas
+        where = f"each on {span} nodes" if span > 1 else f"up to {self.engines_per_node} a node"
+        return f"{count} {'replica' if count == 1 else 'replicas'}, {where}"
 
 
 @dataclass(frozen=True)
