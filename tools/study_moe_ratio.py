@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_rl.config import Config, load_config  # noqa: E402
 from megatron_rl.data import PromptDataset, PromptTokenizer  # noqa: E402
 from megatron_rl.data.quickstart import Quickstart, write_quickstart  # noqa: E402
-from tools.study_table import Row, Table, draw, print_table  # noqa: E402
+from tools.study_table import Row, Table, draw, print_spread, print_table  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,8 @@ class Sampled:
 def main() -> int:
     """Print the table, and write the plot if one is asked for."""
     arguments = _arguments()
-    warnings.simplefilter("ignore", UserWarning)  # of packages that only a GPU needs
+    for kind in (UserWarning, FutureWarning):  # of packages that only a GPU needs, and of torch to Megatron
+        warnings.simplefilter("ignore", kind)
     table: Table = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="study-moe-") as folder:
@@ -77,6 +78,7 @@ def main() -> int:
         f"{arguments.digits + 1} tokens; {arguments.seeds} seeds; {time.monotonic() - began:.0f} s"
     )
     print_table(table)
+    print_spread(table)
     if arguments.plot:
         draw(table, arguments.plot)
         print(f"plot: {arguments.plot}")
@@ -100,6 +102,7 @@ def _arguments() -> argparse.Namespace:
 def _start(folder: Path) -> None:
     """This process is the only trainer rank."""
     importlib.import_module("transformers.generation.utils")  # cannot be imported beside stand-ins for torch.cuda
+    importlib.import_module("transformers.utils.logging").disable_progress_bar()
     from megatron_rl.cluster.bootstrap import find_place
     from megatron_rl.cluster.ports import free_port
     from megatron_rl.config.parallel import ParallelConfig

@@ -70,9 +70,35 @@ def print_table(table: Table) -> None:
         print("| " + " | ".join(cells) + " |")
 
 
+def print_spread(table: Table) -> None:
+    """A line for each engine and rate: the least and the most of all seeds after the last update."""
+    last = max(update for _, _, update, _ in table)
+    for engine, rate in dict.fromkeys(key[:2] for key in table):
+        off, r3 = (table[engine, rate, last, mode] for mode in ("off", "R3"))
+        left = [f"{what} {_ends(_quotients(off, r3, name))}" for what, name in _RATIOS.items()]
+        clipped = _ends([row.clipped for row in off])
+        print(
+            f"seeds, engine in {engine}, rate {rate:.0e}, {last} updates: variance left by R3, {', '.join(left)}; "
+            f"clipped without replay {clipped}"
+        )
+
+
+_RATIOS = {"of tokens": "token_std", "of GSPO": "sequence_std"}
+
+
+def _ends(values: Sequence[float]) -> str:
+    return f"{min(values):.0%} to {max(values):.0%}" if values else "-"
+
+
 def _left(off: Sequence[Row], replayed: Sequence[Row], name: str) -> str:
-    pairs = [(getattr(b, name), getattr(a, name)) for a, b in zip(off, replayed, strict=True)]
-    return f"{np.mean([(b / a) ** 2 for b, a in pairs]):.0%}" if all(a for _, a in pairs) else "-"
+    quotients = _quotients(off, replayed, name)
+    return f"{np.mean(quotients):.0%}" if quotients else "-"
+
+
+def _quotients(off: Sequence[Row], replayed: Sequence[Row], name: str) -> list[float]:
+    """Of the variance of each seed, with replay over without; empty when one of them has none."""
+    pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(off, replayed, strict=True)]
+    return [(b / a) ** 2 for a, b in pairs] if all(a for a, _ in pairs) else []
 
 
 def draw(table: Table, file: Path) -> None:

@@ -161,8 +161,8 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "Updates",
         "Clip fraction",
-        "Near zero with one update per batch; with several, 5 to 15 % (cispo near zero). gspo's bounds are narrow: about "
-        "15 %, with experts anything from there to nearly all (docs/moe.md). Growth means the policy moves too fast.",
+        "Near zero with one update per batch; with several, 5 to 15 % (cispo near zero). gspo's bounds are narrow: "
+        "about 15 %, with experts up to nearly all (docs/moe.md). Growth means the policy moves too fast.",
         (
             Line("policy/clip_fraction_high", "clipped high", 0),
             Line("policy/clip_fraction_low", "clipped low", 1),
