@@ -7,7 +7,7 @@ model-parallel peers. Supervised batches for the warm-up are read from their fil
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -74,8 +74,7 @@ class RolloutFeed:
         timeout = self._cfg.rollout.step_timeout_s
 
         def repairable(status: StepStatus) -> bool:
-            for line in self._news.lines(status.engines):
-                self._say(line)
+            self.look(status.engines)
             return bool(status.needs_weights) and time.monotonic() >= self._next_repair
 
         def poll() -> list[str] | None:
@@ -86,6 +85,11 @@ class RolloutFeed:
             return None if interrupted() else status.needs_weights
 
         return self._zero.run(f"rollouts of step {step}", lambda: _unless(excused, poll), timeout + self._timeout_s)
+
+    def look(self, engines: Mapping[str, str]) -> None:
+        """Tell the user which went out or came back. `engines`: by URL, why one does not serve."""
+        for line in self._news.lines(engines):
+            self._say(line)
 
     def may_update(self, version: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> None:
         """Until the engines may be given weights `version`, or `interrupted()` on rank 0."""

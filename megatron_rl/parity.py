@@ -27,8 +27,8 @@ from megatron_rl.data import DataError, PromptDataset, PromptTokenizer
 from megatron_rl.parity_report import Evidence, Gap
 from megatron_rl.rollout.answers import parse_generations
 from megatron_rl.rollout.control import EngineControl
+from megatron_rl.rollout.fitness import ExpectedModel, Unfit, require_model
 from megatron_rl.rollout.protocol import EngineError, Prompt, SamplingSettings, generate_request
-from megatron_rl.rollout.replicas import ExpectedModel, Unfit, require_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

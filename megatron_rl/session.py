@@ -335,6 +335,7 @@ class Session:
                     samples_per_prompt=samples,
                     timeout_s=timeout,
                     interrupted=stopping,
+                    look=self.rollouts.look,
                 )
             except ControllerError:
                 if self._stop_arrives():

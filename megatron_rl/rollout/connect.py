@@ -12,8 +12,9 @@ from megatron_rl.config import Config, read_hf_config
 from .client import EngineClient, Limits
 from .endpoint import engine_logs
 from .exchange import HttpExchange
+from .fitness import ExpectedModel
 from .protocol import EngineError
-from .replicas import ExpectedModel, Replicas
+from .replicas import Replicas
 from .routed import RouteFormat
 from .session import open_session
 from .workers.pool import WorkerExchange
@@ -35,18 +36,19 @@ async def connect(
     logs: Mapping[str, Path] | None = None,
     workers: int = 0,
     routes: RouteFormat | None = None,
+    restarted: bool = False,
 ) -> AsyncIterator[EngineClient]:
     """A client for the replicas at `urls`, which are watched while the block runs; see `EngineClient`, `Replicas`.
 
-    `workers` processes make the requests, or this one if 0; they keep `routes` of experts that are asked for. Raises
-    EngineError when they cannot be started; and in the middle of the block when the watching fails: nothing would come
-    back any more, and nobody would know why.
+    `workers` processes make the requests, or this one if 0; they keep `routes` of experts that are asked for.
+    `restarted`: the run starts its engines again. Raises EngineError when the processes cannot be started; and in the
+    middle of the block when the watching fails: nothing would come back any more, and nobody would know why.
     """
     bare = [url.rstrip("/") for url in urls]
     settings = vocab_size, api_key, routes
     making = WorkerExchange(workers, *settings) if workers else HttpExchange(*settings)
     async with open_session(api_key) as session, making as exchange:
-        replicas = Replicas(bare, session, expected, weights_dir)
+        replicas = Replicas(bare, session, expected, weights_dir, restarted=restarted)
         client = EngineClient(
             exchange, replicas, vocab_size=vocab_size, concurrency=concurrency, limits=limits, logs=logs
         )
@@ -98,6 +100,7 @@ async def connect_run(cfg: Config, urls: Sequence[str]) -> AsyncIterator[EngineC
         logs=engine_logs(cfg.run_dir, urls),
         workers=client_workers(cfg),
         routes=RouteFormat.of(cfg, hf),
+        restarted=not engine.urls,
     ) as client:
         yield client
 

@@ -50,7 +50,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -165,8 +165,13 @@ class Controller:
             "progress": self.scheduler.counts(),
             "message": progress.message,
             "needs_weights": self._client.replicas.needs_weights,
-            "engines": self._client.replicas.states,
+            "engines": self.engines,
         }
+
+    @property
+    def engines(self) -> Mapping[str, str]:
+        """By URL, why an engine does not serve; empty for one that does."""
+        return self._client.replicas.states
 
     def update_status(self, version: int) -> dict[str, Any]:
         """Answer of GET /v1/update/{version}. Raises StepConflict while the batch before it is not there.

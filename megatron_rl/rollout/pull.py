@@ -195,8 +195,11 @@ class ControllerClient:
         label: str = "",
         timeout_s: float = 3600.0,
         interrupted: Callable[[], bool] = lambda: False,
+        look: Callable[[Mapping[str, str]], None] = lambda engines: None,
     ) -> dict[str, float] | None:
         """Run a held-out evaluation to its end; metrics named `eval/...`. None = as configured.
+
+        `look` is told again and again why which engines do not serve (`StepStatus.engines`).
 
         Returns None when `interrupted()` before the end.
         """
@@ -215,6 +218,7 @@ class ControllerClient:
                 )
             if interrupted():
                 return None
+            look(answer["engines"])
             time.sleep(POLL_S)
         return {f"eval/{name}": value for name, value in answer["metrics"].items()}
 

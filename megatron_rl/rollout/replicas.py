@@ -17,15 +17,16 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
-from .protocol import version_of
+from .fitness import ExpectedModel, Misfit, Unfit, require_model, require_routed_experts
+from .protocol import EngineError, version_of
 from .router import Router
 from .session import error_text
 
@@ -43,16 +44,6 @@ CHECKSUM_TIMEOUT_S = 120.0
 UNSEEN = "not looked at yet"
 
 
-@dataclass(frozen=True)
-class ExpectedModel:
-    """What the run's model is like; a replica that says otherwise serves another one."""
-
-    vocab_size: int
-    hidden_size: int
-    routed_experts: bool = False
-    """Whether answers must say which experts each token was routed to."""
-
-
 @dataclass
 class Replica:
     """What is known of one replica. `reason` is empty while it serves."""
@@ -65,6 +56,8 @@ class Replica:
     """It lacks them and is up."""
     unfit: bool = False
     """It said itself why it must not serve; new weights do not change that."""
+    misfit: bool = False
+    """It is unfit as it was started, and stays so until it is started otherwise."""
     verified: bool = False
     """Since it was last out."""
     rests_until: float = 0.0
@@ -79,10 +72,6 @@ class Replica:
     def serving(self) -> bool:
         """Whether it may get requests."""
         return not self.reason
-
-
-class Unfit(Exception):
-    """The replica answers and must not serve; the text says why."""
 
 
 class _NeedsWeights(Exception):
@@ -102,6 +91,7 @@ class Replicas:
         expected: what they must serve; None = not checked.
         weights_dir: where the run says what it has published, RUN/weights.
         on_out: called with URL and reason when one is taken out: its requests must go elsewhere.
+        restarted: someone starts them again, so that even a `Misfit` may be another engine soon.
         clock: seconds, of any beginning.
     """
 
@@ -113,6 +103,7 @@ class Replicas:
         weights_dir: Path | None = None,
         on_out: Callable[[str, str], None] = lambda url, reason: None,
         clock: Callable[[], float] = time.monotonic,
+        restarted: bool = False,
     ) -> None:
         self.router = Router(urls)
         self.router.serve([])
@@ -122,7 +113,7 @@ class Replicas:
         self._checksum: str | None = None
         self._replicas = {url: Replica(url, heard_at=clock()) for url in urls}
         self._session, self._expected, self._weights_dir, self._clock = session, expected, weights_dir, clock
-        self._changed = asyncio.Event()
+        self._changed, self._restarted = asyncio.Event(), restarted
         self._fewest, self._outages = len(urls), 0
 
     # ---- what is told to it
@@ -199,8 +190,14 @@ class Replicas:
         return told
 
     async def wait_serving(self) -> None:
-        """Until one serves; the caller sets the deadline."""
+        """Until one serves; the caller sets the deadline.
+
+        Raises EngineError at once when every one must be started otherwise, and nobody here starts it.
+        """
         while not self.serving:
+            if not self._restarted and all(replica.misfit for replica in self._replicas.values()):
+                reasons = "; ".join(f"{url}: {reason}" for url, reason in self.states.items())
+                raise EngineError(f"none of the engines of engine.urls can serve this run: {reasons}")
             self._changed.clear()
             await self._changed.wait()
 
@@ -264,7 +261,8 @@ class Replicas:
                     self._take_out(replica, str(problem))
             case Unfit():
                 self._take_out(replica, str(problem))
-                replica.unfit = True
+                replica.unfit, replica.misfit = True, isinstance(problem, Misfit)
+                self._changed.set()
             case _:
                 if replica.serving or not replica.unfit:
                     log.error("engine %s cannot be judged", replica.url, exc_info=problem)
@@ -327,6 +325,11 @@ class Replicas:
         method = "GET" if body is None else "POST"
         async with asyncio.timeout(timeout_s), self._session.request(method, url + path, json=body) as response:
             answer = await response.read()
+        if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise Misfit(
+                f"{path} says HTTP {response.status}: {error_text(answer)}; start it and the run with one "
+                "engine.api_key_file"
+            )
         if response.status != 200:
             raise Unfit(f"{path} says HTTP {response.status}: {error_text(answer)}")
         try:
@@ -342,7 +345,7 @@ class Replicas:
     def _take_out(self, replica: Replica, reason: str) -> None:
         was_serving, known = replica.serving, replica.reason == reason
         replica.reason, replica.needs_weights = reason or "failed", False
-        replica.unfit = replica.verified = False
+        replica.unfit = replica.misfit = replica.verified = False
         if not known:
             log.warning("engine %s is out: %s", replica.url, reason)
         if was_serving:
@@ -356,35 +359,9 @@ class Replicas:
     def _put_back(self, replica: Replica) -> None:
         if not replica.serving:
             log.info("engine %s serves (it was out: %s)", replica.url, replica.reason)
-        replica.reason, replica.needs_weights, replica.unfit = "", False, False
+        replica.reason, replica.needs_weights, replica.unfit, replica.misfit = "", False, False, False
         self._serve()
 
     def _serve(self) -> None:
         self.router.serve(self.serving)
         self._changed.set()
-
-
-def require_model(info: Mapping[str, Any], expected: ExpectedModel) -> None:
-    """Compare what /model_info tells, or the config.json of the directory that it names, with the run's model.
-
-    Servers name the directory only; one that cannot be read from here is taken at its word. Raises Unfit.
-    """
-    facts = dict(info)
-    with suppress(OSError, ValueError):
-        facts |= json.loads((Path(str(info.get("model_path"))) / "config.json").read_text())
-    for name in ("vocab_size", "hidden_size"):
-        found, wanted = facts.get(name), getattr(expected, name)
-        if found is not None and found != wanted:
-            raise Unfit(
-                f"serves another model: {name}={found} ({info.get('model_path')}), the run's model.path has {wanted}; "
-                "start it with the run's model"
-            )
-
-
-def require_routed_experts(server_info: Mapping[str, Any]) -> None:
-    """Without its flag SGLang ignores the wish for routes in silence. Raises Unfit."""
-    if not server_info.get("enable_return_routed_experts"):
-        raise Unfit(
-            "does not report routed experts, but engine.routed_experts=true asks for them; start it with "
-            "--enable-return-routed-experts, or set engine.routed_experts=false"
-        )

@@ -123,7 +123,8 @@ class _Routes:
         job = self._controller.evaluator.jobs.get(request.match_info["id"])
         if job is None:
             raise web.HTTPNotFound(reason=f"no evaluation {request.match_info['id']!r}")
-        return _json({"status": job.status, "message": job.message, "metrics": job.metrics})
+        engines = self._controller.engines
+        return _json({"status": job.status, "message": job.message, "metrics": job.metrics, "engines": engines})
 
     async def state(self, _: web.Request) -> web.Response:
         return _binary(await self._controller.save_durably())

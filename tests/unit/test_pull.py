@@ -216,6 +216,27 @@ def test_what_an_engine_says_against_an_evaluation_reaches_the_trainer(tmp_path,
     assert f"evaluation at step 0: engine {url}: /generate refused with HTTP 400: The input is" in str(caught.value)
 
 
+def test_an_evaluation_tells_why_engines_do_not_serve_and_ends_when_none_ever_will(tmp_path, model):
+    with running(FakeEngine(control={"/model_info": (200, {"vocab_size": 3})})) as url:
+        data = {"eval_prompts": str(write_prompts(tmp_path / "eval.jsonl", 3, stem="e"))}
+        cfg = config(tmp_path, model, [url], reward=SORTING, rollout=SMALL, data=data)
+        with running_controller(cfg), ControllerClient(tmp_path) as client:
+            with pytest.raises(ControllerError, match=r"none of the engines .* can serve this run.*vocab_size=3"):
+                client.evaluate(step=0, prompts=3)
+    engine = FakeEngine()
+    engine.always = engine.hang()
+    with running(engine) as url, running(FakeEngine(control={"/model_info": (200, {"vocab_size": 3})})) as other:
+        cfg = config(tmp_path, model, [url, other], reward=SORTING, rollout=SMALL, data=data)
+        seen: list[dict[str, str]] = [{}]
+
+        def judged() -> bool:
+            return seen[-1].get(url) == "" and "vocab_size=3" in seen[-1][other]
+
+        with running_controller(cfg), ControllerClient(tmp_path) as client:
+            assert client.evaluate(step=0, prompts=3, timeout_s=60, look=seen.append, interrupted=judged) is None
+        engine.recover()
+
+
 def test_an_evaluation_is_left_when_the_run_is_to_end(tmp_path, model):
     engine = FakeEngine()
     engine.always = engine.hang()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,9 @@ import pytest
 
 from megatron_rl.rollout import replicas as module
 from megatron_rl.rollout.connect import connect
+from megatron_rl.rollout.fitness import ExpectedModel
 from megatron_rl.rollout.protocol import EngineError, SamplingSettings
-from megatron_rl.rollout.replicas import ExpectedModel, Replicas
+from megatron_rl.rollout.replicas import Replicas
 from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.session import open_session
 from tests.unit.fake_sglang import FakeEngine
@@ -84,11 +85,64 @@ def test_an_engine_that_cannot_report_routed_experts_is_out_when_they_are_asked_
     assert reason_of({"/server_info": (200, {"enable_return_routed_experts": True})}, expected=wanted) == ""
 
 
+MISFITS: list[dict[str, tuple[int, Any]]] = [
+    {"/server_info": (200, {"enable_return_routed_experts": False})},
+    {"/model_info": (200, {"vocab_size": 65})},
+    {"/model_info": (403, {"error": "wrong key"})},
+]
+
+
+def outcome_of_generate(*controls: dict[str, tuple[int, Any]], later: dict[str, tuple[int, Any]] | None = None) -> str:
+    """What a request for engines that answer so ends with; `later`: the first does once all were looked at."""
+
+    async def run() -> str:
+        wanted = ExpectedModel(64, 32, routed_experts=True)
+        said = [dict(control) for control in controls]
+        engines = [FakeEngine(control=control) for control in said]
+        async with AsyncExitStack() as stack:
+            urls = [(await stack.enter_async_context(engine)).url for engine in engines]
+            client = await stack.enter_async_context(
+                connect(urls, vocab_size=10, expected=wanted, restarted=later is not None)
+            )
+            sample = Group.start(0, "p", np.array([1]), 1, run_seed=0, version=0, temperature=1.0).samples[0]
+            request = client.generate([sample], SamplingSettings(temperature=1.0, max_new_tokens=4))
+            async with asyncio.timeout(30):
+                task = asyncio.ensure_future(request)
+                if later is not None:
+                    await until(lambda: "not looked at yet" not in client.replicas.states.values())
+                    said[0].clear()
+                    said[0].update(later)
+                try:
+                    await task
+                except EngineError as error:
+                    return str(error)
+        return "answered"
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("control", MISFITS)
+def test_a_request_ends_at_once_when_every_engine_would_have_to_be_started_otherwise(control):
+    message = outcome_of_generate(control, control)
+    assert message.startswith("none of the engines of engine.urls can serve this run: http://")
+    assert message.count("start it") == 2
+
+
+@pytest.mark.parametrize("control", MISFITS)
+def test_a_request_waits_for_one_that_fits_and_for_those_that_the_run_starts_again(control):
+    fits: dict[str, tuple[int, Any]] = {"/server_info": (200, {"enable_return_routed_experts": True})}
+    assert outcome_of_generate(control, fits) == "answered"
+    assert outcome_of_generate(control, later=fits) == "answered"
+
+
 @pytest.mark.parametrize(
     ("control", "complaint"),
     [
         ({"/ready": (503, {"error": {"message": "loading"}})}, "/ready says HTTP 503 loading"),
-        ({"/model_info": (401, {"error": "no key"})}, "/model_info says HTTP 401: no key"),
+        (
+            {"/model_info": (401, {"error": "no key"})},
+            "/model_info says HTTP 401: no key; start it and the run with one engine.api_key_file",
+        ),
         ({"/model_info": (200, [])}, "/model_info is not answered with a JSON object; is this an engine?"),
     ],
 )
