@@ -40,7 +40,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """What weights may be made of."""
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 READ_AHEAD = 16 * 2**20
-"""Bytes that the kernel is asked to fetch beyond a read, meanwhile."""
+"""Bytes that the kernel is asked to fetch beyond a read, meanwhile. Small reads ask once for many of them."""
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 * 2**20
 """As the reference implementation: a longer one is not a header but a damaged file."""
@@ -87,8 +87,31 @@ _COLUMN_BLOCK = 32 * 2**20
 """Bytes read at a time for columns: in one sweep, which is faster on every file system than a seek for each row."""
 
 
-def read_elements(file: Path, offset: int, first: int, count: int, dtype: torch.dtype) -> Tensor:
+class _Ahead:
+    """What the kernel was asked for last: asking costs as much as a small read, where the pages are there as well."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Path | None, int, int] = (None, 0, 0)
+
+    def ask(self, file: Path, descriptor: int, position: int) -> None:
+        """What comes next in the file is mostly what is asked for next."""
+        known, begin, end = self._asked
+        if file == known and begin <= position and position + READ_AHEAD // 2 <= end:
+            return
+        os.posix_fadvise(descriptor, position, READ_AHEAD, os.POSIX_FADV_WILLNEED)
+        self._asked = (file, position, position + READ_AHEAD)
+
+
+_ahead = _Ahead()
+
+
+def read_elements(
+    file: Path, offset: int, first: int, count: int, dtype: torch.dtype, more_follows: bool = True
+) -> Tensor:
     """`count` elements from number `first` on of the array that begins at byte `offset`: [count] of `dtype`.
+
+    Args:
+        more_follows: what comes next in the file is wanted soon.
 
     Raises:
         WeightsError: the file is gone, or ends before them.
@@ -105,8 +128,8 @@ def read_elements(file: Path, offset: int, first: int, count: int, dtype: torch.
             if got == 0:
                 raise WeightsError(f"{file}: ends at byte {position}, in the middle of a tensor; copy the file again")
             view, position = view[got:], position + got
-        # What comes next in the file is mostly what is asked for next.
-        os.posix_fadvise(descriptor, position, READ_AHEAD, os.POSIX_FADV_WILLNEED)
+        if more_follows:
+            _ahead.ask(file, descriptor, position)
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read at byte {position} ({error.strerror})") from error
     finally:

@@ -70,10 +70,12 @@ def test_a_forecast_counts_the_reads_that_a_conversion_makes(
     reads, sizes = [0], [0]
     original = safetensors_file.read_elements
 
-    def counting(file: Path, offset: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    def counting(
+        file: Path, offset: int, first: int, count: int, dtype: torch.dtype, more_follows: bool = True
+    ) -> torch.Tensor:
         if dtype.is_floating_point:  # not the archives' directories
             reads[0], sizes[0] = reads[0] + 1, sizes[0] + count * dtype.itemsize
-        return original(file, offset, first, count, dtype)
+        return original(file, offset, first, count, dtype, more_follows)
 
     for module in (safetensors_file, torch_dist):
         monkeypatch.setattr(module, "read_elements", counting)

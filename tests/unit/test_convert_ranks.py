@@ -65,9 +65,11 @@ def test_ranks_write_the_bytes_of_one_process_and_read_each_number_once(hf: Path
         read, progress = [0], Silent()
         original = safetensors_file.read_elements
 
-        def counting(file: Path, offset: int, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        def counting(
+            file: Path, offset: int, first: int, count: int, dtype: torch.dtype, more_follows: bool = True
+        ) -> torch.Tensor:
             read[0] += count * dtype.itemsize
-            return original(file, offset, first, count, dtype)
+            return original(file, offset, first, count, dtype, more_follows)
 
         safetensors_file.read_elements = counting  # this process is a fork
         outcome = cast(hf, tmp_path / "three").run(Options(LEAST_MEMORY), progress, team)

@@ -49,7 +49,8 @@ class Place:
 
     def read(self) -> bytes:
         """All of them. Raises WeightsError when the file is shorter."""
-        return read_elements(self.file, self.offset, 0, self.length, torch.uint8).numpy().tobytes()
+        data = read_elements(self.file, self.offset, 0, self.length, torch.uint8, more_follows=False)
+        return data.numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,17 @@ class Chunk:
         return found
 
 
+_ENDS_BYTES = 4096
+"""Of an archive's beginning and of its end: all but its numbers, as a rule."""
+
+
 class _Window(io.RawIOBase):
-    """Part of a file, as a file."""
+    """Part of a file, as a file, of which the two ends are read at once."""
 
     def __init__(self, place: Place) -> None:
         self._place, self._position = place, 0
+        end = max(0, place.length - _ENDS_BYTES)
+        self._ends = {begin: self._read(begin, _ENDS_BYTES) for begin in (0, end)}
 
     def seekable(self) -> bool:
         return True
@@ -104,9 +111,17 @@ class _Window(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._place.length - self._position)
         size = left if size < 0 else min(size, left)
-        part = Place(self._place.file, self._place.offset + self._position, size).read()
+        for begin, known in self._ends.items():
+            if begin <= self._position and self._position + size <= begin + len(known):
+                part = known[self._position - begin :][:size]
+                break
+        else:
+            part = self._read(self._position, size)
         self._position += size
         return part
+
+    def _read(self, begin: int, size: int) -> bytes:
+        return Place(self._place.file, self._place.offset + begin, min(size, self._place.length - begin)).read()
 
 
 @dataclass(frozen=True)
