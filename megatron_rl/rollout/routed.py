@@ -16,7 +16,7 @@ import numpy as np
 import pybase64
 
 from megatron_rl.routes import RouteStore
-from megatron_rl.routes.store import MOST_SMALL, Rows
+from megatron_rl.routes.store import MOST_SMALL, Rows, holds_doubled
 
 from .protocol import Prompt
 
@@ -62,17 +62,21 @@ class RouteFormat:
             raise ValueError(f"is not base64 of int32 numbers ({error})") from error
         each = self.num_layers * self.top_k
         if values.size != count * each:
-            found = f"{values.size // count} a token" if count and values.size % count == 0 else f"{values.size} in all"
+            if values.size % each == 0 and (not count or values.size % count):
+                found = f"{values.size // each} rows for {count} tokens"
+            else:
+                found = f"{values.size // count} a token" if count and values.size % count == 0 else "no whole rows"
             raise ValueError(
                 f"holds other routes than were asked for: {found}; {count} tokens x {self.num_layers} layers x top-"
-                f"{self.top_k} = {each} a token are expected; does this engine serve another model or version?"
+                f"{self.top_k} = {each} a token are expected, {values.size} numbers came; does this engine serve another "
+                "model or version?"
             )
         layers = values.reshape(count, self.num_layers, self.top_k)[:, self._chosen]
         if layers.size and int(layers.view(np.uint32).max()) >= self.num_experts:
             wrong = layers[layers.view(np.uint32) >= self.num_experts][0]
             raise ValueError(f"holds expert {wrong}, of {self.num_experts}; does this engine serve another model?")
         narrow = layers.astype(np.uint8 if self.num_experts <= MOST_SMALL else np.int16)
-        if _holds_doubled(narrow):
+        if holds_doubled(narrow):
             raise ValueError("holds an expert twice for one token, which no router chooses; the engine is broken")
         return narrow
 
@@ -81,12 +85,6 @@ class RouteFormat:
         """A slice where possible, which copies nothing."""
         first, last = self.moe_layers[0], self.moe_layers[-1]
         return slice(first, last + 1) if last - first + 1 == len(self.moe_layers) else list(self.moe_layers)
-
-
-def _holds_doubled(rows: Rows) -> bool:
-    """Pair by pair of columns: sorting rows of eight takes thirty times as long."""
-    columns = np.ascontiguousarray(rows.reshape(-1, rows.shape[-1]).T)
-    return any((columns[i] == columns[j]).any() for i in range(len(columns)) for j in range(i))
 
 
 def rows_wanted(prompt: Prompt, generated: int) -> int:

@@ -94,10 +94,14 @@ def test_routes_are_asked_for_from_where_they_are_missing():
         (7, "must be a str, not int"),
         ("%%%", "is not base64"),
         ("AAAA", "is not base64 of int32 numbers"),
-        (routes(5), "30 in all; 4 tokens x 3 layers x top-2 = 6 a token"),
-        (routes(3), "18 in all; 4 tokens x 3 layers"),
-        (routes(4, layers=2), "4 a token; 4 tokens x 3 layers x top-2 = 6 a token are expected; does this engine"),
+        (routes(5), ": 5 rows for 4 tokens"),
+        (routes(3), ": 3 rows for 4 tokens"),
+        (
+            routes(4, layers=2),
+            "4 a token; 4 tokens x 3 layers x top-2 = 6 a token are expected, 16 numbers came; does this engine",
+        ),
         (routes(4, top_k=3), "9 a token"),
+        (routes(5, top_k=1), "no whole rows; 4 tokens x 3 layers x top-2 = 6 a token are expected, 15 came"),
         (routes(4) + np.int32(100), "holds expert 10[0-9], of 8"),
         (routes(4) - np.int32(9), "holds expert -[0-9], of 8"),
         (routes(4) * np.int32(0), "holds an expert twice for one token"),
@@ -126,7 +130,7 @@ def test_an_aborted_answer_may_come_with_or_without_routes():
     assert read(body_of(aborted(answer(None))))[0].rows is None
     assert read(body_of(aborted(answer(None, ()))))[0].rows is None
     assert read(body_of(aborted(answer(routes(2), ()))))[0].rows is None  # asked for again with the next segment
-    with pytest.raises(ProtocolError, match="18 in all"):
+    with pytest.raises(ProtocolError, match="3 rows for 4 tokens"):
         read(body_of(aborted(answer(routes(3)))))
 
 

@@ -105,6 +105,24 @@ def test_files_that_are_gone_short_or_of_another_model_are_refused_with_their_na
         store.read([part], [0], 0, 4)
 
 
+@pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.parametrize("value", [0, 299, -1])
+def test_rows_that_were_changed_to_what_no_router_chooses_are_refused_with_their_place(tmp_path, experts, value):
+    store = RouteStore(tmp_path, 2, 2, experts)
+    store.append(rows_of(3, 2, 2, experts), 0)
+    part = store.append(rows_of(4, 2, 2, experts), 0)
+    values = np.fromfile(tmp_path / part.file, store.dtype)
+    values[12 + 8 + 2 :][:2] = np.array([value]).astype(store.dtype)  # layer 1, token 1
+    values.tofile(tmp_path / part.file)
+    message = rf"{part.file}: the 4 rows at byte {part.offset} hold .* delete it and resume the run"
+    with pytest.raises(RoutesError, match=message):
+        store.read([part], [0, 1], 0, 4)
+    with pytest.raises(RoutesError, match=message):
+        store.read([part], [1], 1, 2)
+    assert store.read([part], [0], 0, 4).shape == (1, 4, 2)
+    assert store.read([part], [1], 2, 4).shape == (1, 2, 2)
+
+
 class Hesitant(io.FileIO):
     """A file that lets others go first between finding its end and writing there."""
 
@@ -116,9 +134,9 @@ class Hesitant(io.FileIO):
 
 def test_threads_of_one_writer_take_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "open", lambda path, mode, buffering=0: Hesitant(path, mode), raising=False)
-    store = RouteStore(tmp_path, 3, 2, 200)
+    store = RouteStore(tmp_path, 3, 1, 200)
     with ThreadPoolExecutor(8) as pool:
-        parts = list(pool.map(lambda i: store.append(np.full((1 + i % 3, 3, 2), i), 0, "pack"), range(40)))
+        parts = list(pool.map(lambda i: store.append(np.full((1 + i % 3, 3, 1), i), 0, "pack"), range(40)))
     assert len({part.file for part in parts}) == 1
     for i, part in enumerate(parts):
         assert (store.read([part], range(3), 0, part.rows) == i).all()
@@ -128,9 +146,9 @@ WRITER = """
 import sys
 import numpy as np
 from megatron_rl.routes import RouteStore
-store = RouteStore(sys.argv[1], 4, 2, 200)
+store = RouteStore(sys.argv[1], 8, 1, 200)
 for number in range(10**9):
-    part = store.append(np.full((500, 4, 2), number % 200), 0, "pack")
+    part = store.append(np.full((500, 8, 1), number % 200), 0, "pack")
     sys.stdout.write(" ".join(map(str, (*part, number % 200))) + "\\n")
     sys.stdout.flush()
 """
@@ -145,18 +163,18 @@ def test_every_reference_of_a_killed_writer_is_whole_and_no_other_goes_on_with_i
     process.send_signal(signal.SIGKILL)
     lines += process.stdout.read().splitlines(keepends=True)
     process.wait()
-    store = RouteStore(tmp_path, 4, 2, 200)
+    store = RouteStore(tmp_path, 8, 1, 200)
     told = [line.split() for line in lines if line.endswith("\n")]
     (name,) = {words[0] for words in told}
     with open(tmp_path / name, "ab") as file:  # an answer of which half was written
         file.write(b"\xff" * 100)
-    own = store.append(np.full((500, 4, 2), 7), 0, "pack")
+    own = store.append(np.full((500, 8, 1), 7), 0, "pack")
     assert own.file != name
     assert own.file.startswith("pack.")
     for words in told:
         part = RoutePart(words[0], *map(int, words[1:4]))
-        assert (store.read([part], range(4), 0, 500) == int(words[4])).all()
-    assert (store.read([own], range(4), 0, 500) == 7).all()
+        assert (store.read([part], range(8), 0, 500) == int(words[4])).all()
+    assert (store.read([own], range(8), 0, 500) == 7).all()
 
 
 def test_sync_needs_the_files(tmp_path):
