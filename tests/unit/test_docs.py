@@ -18,6 +18,7 @@ from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.config import Config, load_config
 from megatron_rl.data.quickstart import Quickstart, write_quickstart
 from megatron_rl.data.records import parse_line
+from megatron_rl.preflight import check_plan
 from megatron_rl.rewards.registry import BUILT_IN, load_verifier
 from megatron_rl.rollout.environment import load_environment
 
@@ -58,6 +59,16 @@ def test_the_configurations_that_are_shown_can_be_shown() -> None:
     for command in commands:
         file, *overrides = shlex.split(command, comments=True)
         load_config(ROOT / file, overrides)
+
+
+def test_the_plan_of_a_large_model_needs_nothing_but_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = next(block for block in blocks("moe.md", "bash") if "slurm --dry-run" in block)
+    monkeypatch.chdir(ROOT)
+    for command in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(command)
+        file = words.index("configs/qwen3_235b_a22b_gspo.yaml")
+        cfg = load_config(ROOT / words[file], [word for word in words[file:] if "=" in word])
+        assert check_plan(cfg)[0].num_layers == 94
 
 
 def test_every_file_that_a_page_names_is_there() -> None:
