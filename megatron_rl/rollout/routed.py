@@ -68,8 +68,8 @@ class RouteFormat:
                 found = f"{values.size // count} a token" if count and values.size % count == 0 else "no whole rows"
             raise ValueError(
                 f"holds other routes than were asked for: {found}; {count} tokens x {self.num_layers} layers x top-"
-                f"{self.top_k} = {each} a token are expected, {values.size} numbers came; does this engine serve another "
-                "model or version?"
+                f"{self.top_k} = {each} a token are expected, {values.size} numbers came; does this engine serve "
+                "another model or version?"
             )
         layers = values.reshape(count, self.num_layers, self.top_k)[:, self._chosen]
         if layers.size and int(layers.view(np.uint32).max()) >= self.num_experts:

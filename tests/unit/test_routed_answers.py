@@ -101,7 +101,7 @@ def test_routes_are_asked_for_from_where_they_are_missing():
             "4 a token; 4 tokens x 3 layers x top-2 = 6 a token are expected, 16 numbers came; does this engine",
         ),
         (routes(4, top_k=3), "9 a token"),
-        (routes(5, top_k=1), "no whole rows; 4 tokens x 3 layers x top-2 = 6 a token are expected, 15 came"),
+        (routes(5, top_k=1), "no whole rows; 4 tokens x 3 layers x top-2 = 6 a token are expected, 15 numbers came"),
         (routes(4) + np.int32(100), "holds expert 10[0-9], of 8"),
         (routes(4) - np.int32(9), "holds expert -[0-9], of 8"),
         (routes(4) * np.int32(0), "holds an expert twice for one token"),
