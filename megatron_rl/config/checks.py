@@ -20,8 +20,8 @@ from .moe_checks import routing_problems
 from .quantised import quantisation_problems, stored_in_blocks
 from .schema import Config
 
-WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
-"""Number formats of weights, as safetensors names them; others need scales."""
+WEIGHT_DTYPES = ("F32", "BF16", "F16")
+"""Number formats of weights, as safetensors names them; the same that conversions take."""
 
 
 def check(cfg: Config, with_files: bool = True) -> HfConfig:
@@ -97,7 +97,7 @@ def _safetensors(file: Path, allowed: Sequence[str]) -> Iterator[str]:
     if quantised:
         yield (
             f"model.path: {file} holds {quantised[0]} as {tensors[quantised[0]]['dtype']}; only "
-            f"{', '.join(allowed)} can be trained; use a model that is not quantised"
+            f"{', '.join(allowed)} can be trained; use a model that is stored in one of them"
         )
 
 

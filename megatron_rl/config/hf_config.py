@@ -11,25 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from .base import ConfigError
-from .hf_experts import mla_of, moe_of, not_computed
-from .hf_numbers import given, positive
+from .hf_experts import mla_of, moe_of
+from .hf_numbers import UnsupportedError, rope_of, values_of
 from .hf_shapes import MlaShape, MoeShape
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 EMBEDDED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3")
 """Those of them that the embedded engine serves."""
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-MISTRAL_WINDOW = 4096
-"""What a Mistral whose config.json does not mention `sliding_window` has."""
 _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata")
 """One of them is in a directory with a checkpoint of Megatron's."""
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-"""What each type cannot do without."""
 _SHAPE = (
     "num_layers",
     "hidden_size",
@@ -129,7 +119,7 @@ def read_hf_config(path: str | Path) -> HfConfig:
         )
     try:
         raw = json.loads(file.read_text())
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or nested without end
         raise ConfigError(f"{file}: not valid JSON ({error}); copy the file from the model again") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: a JSON object is expected; copy the file from the model again")
@@ -138,65 +128,55 @@ def read_hf_config(path: str | Path) -> HfConfig:
         raise ConfigError(
             f"{file}: model_type={model_type!r} is not supported; one of {', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    if refused := _not_computed(raw):
-        raise ConfigError(f"{file}: {refused}: this would be another model than the one described; use another model")
     try:
         return _from_raw(raw)
     except KeyError as error:
         raise ConfigError(f"{file}: the key {error} is missing; copy the file from the model again") from error
+    except UnsupportedError as error:
+        raise ConfigError(
+            f"{file}: {error}: this would be another model than the one described; use another model"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{file}: {error}; copy the file from the model again") from error
 
 
-def _not_computed(raw: dict[str, Any]) -> str | None:
-    """The first key whose value changes what the model computes and is not supported, with what is."""
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        return f"rope type {rope_type!r} is not supported; one of {', '.join(SUPPORTED_ROPE_TYPES)}"
-    if lacking := [key for key in _ROPE_KEYS[rope_type] if not rope.get(key)]:
-        return f"rope type {rope_type!r} without {', '.join(lacking)}"
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        return "partial_rotary_factor is not supported; only 1"
-    if raw.get("hidden_act", "silu") != "silu":
-        return f"hidden_act={raw['hidden_act']!r} is not supported; only silu"
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-        return "sliding-window attention is not supported"
-    window = None
-    if raw["model_type"] in ("mistral", "mixtral"):
-        window = raw.get("sliding_window", MISTRAL_WINDOW if raw["model_type"] == "mistral" else None)
-    if window is not None and window < raw.get("max_position_embeddings", 0):
-        return f"sliding_window={window} is not supported; only null, or all of max_position_embeddings"
-    biases = [key for key in ("attention_bias", "mlp_bias") if raw.get(key)]
-    return f"{biases[0]}=true is not supported" if biases else not_computed(raw)
-
-
 def _from_raw(raw: dict[str, Any]) -> HfConfig:
-    model_type = raw["model_type"]
-    heads, hidden = positive(raw, "num_attention_heads"), positive(raw, "hidden_size")
-    groups = positive({"num_key_value_heads": heads, **given(raw)}, "num_key_value_heads")
+    model_type, values = raw["model_type"], values_of(raw)
+    heads, hidden, longest = (values[k] for k in ("num_attention_heads", "hidden_size", "max_position_embeddings"))
+    window = values.get("sliding_window")
+    if window is not None and window < longest:
+        raise UnsupportedError(
+            f"sliding_window={window} is not supported; only null, or all of max_position_embeddings={longest}"
+        )
+    mla, groups = mla_of(model_type, values), values["num_key_value_heads"] or heads
     if heads % groups:
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
-    layers, mla = positive(raw, "num_hidden_layers"), mla_of(raw)
-    rope = raw.get("rope_parameters") or {}  # transformers 5 keeps theta and scaling together here
-    scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+    theta, scaling = rope_of(raw, values)
     return HfConfig(
         model_type=model_type,
-        num_layers=layers,
+        num_layers=values["num_hidden_layers"],
         hidden_size=hidden,
-        ffn_hidden_size=positive(raw, "intermediate_size"),
+        ffn_hidden_size=values["intermediate_size"],
         num_attention_heads=heads,
         num_query_groups=groups,
-        head_dim=mla.qk_head_dim if mla else positive({"head_dim": hidden // heads, **given(raw)}, "head_dim"),
-        vocab_size=positive(raw, "vocab_size"),
-        max_position_embeddings=positive(raw, "max_position_embeddings"),
-        rms_norm_eps=positive(raw, "rms_norm_eps", float),
-        rope_theta=positive({"rope_theta": 10000.0, **given(rope), **given(raw)}, "rope_theta", float),
+        head_dim=mla.qk_head_dim if mla else values["head_dim"] or _head_dim(hidden, heads),
+        vocab_size=values["vocab_size"],
+        max_position_embeddings=longest,
+        rms_norm_eps=float(values["rms_norm_eps"]),
+        rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=values["tie_word_embeddings"],
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        moe=moe_of(raw, layers),
+        moe=moe_of(model_type, values),
         mla=mla,
         raw=raw,
     )
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    if hidden % (2 * heads):
+        raise ValueError(
+            f"hidden_size={hidden} of num_attention_heads={heads} gives no whole, even head_dim; head_dim is not given"
+        )
+    return hidden // heads

@@ -363,11 +363,12 @@ def test_an_index_that_is_none_is_refused(values: dict[str, Any], content: bytes
         check(validate(values))
 
 
-def test_a_quantised_model_is_refused(values: dict[str, Any]) -> None:
-    header = json.dumps({"w": {"dtype": "I8", "shape": [16], "data_offsets": [0, 16]}}).encode()
+@pytest.mark.parametrize(("dtype", "count"), [("I8", 16), ("F64", 2)])
+def test_weights_in_other_numbers_are_refused(values: dict[str, Any], dtype: str, count: int) -> None:
+    header = json.dumps({"w": {"dtype": dtype, "shape": [count], "data_offsets": [0, 16]}}).encode()
     file = Path(values["model"]["path"]) / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
-    with pytest.raises(ConfigError, match="holds w as I8; only F64, F32, BF16, F16 can be trained"):
+    with pytest.raises(ConfigError, match=f"holds w as {dtype}; only F32, BF16, F16 can be trained"):
         check(validate(values))
 
 

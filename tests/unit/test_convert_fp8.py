@@ -25,6 +25,8 @@ DEEPSEEK = SIZES | {
     "moe_intermediate_size": 140,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "q_lora_rank": 48,
     "kv_lora_rank": 40,
     "qk_nope_head_dim": 16,

@@ -75,6 +75,8 @@ def experts(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
             "moe_intermediate_size": size,
             "n_shared_experts": draw(st.integers(0, 2)),
             "first_k_dense_replace": draw(st.integers(0, layers)),
+            "n_group": 1,
+            "topk_group": 1,
             "q_lora_rank": draw(st.none() | st.integers(1, 8)),
             "kv_lora_rank": draw(st.integers(1, 8)),
             "qk_nope_head_dim": draw(st.integers(1, 8)),

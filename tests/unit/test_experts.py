@@ -72,7 +72,7 @@ def test_layers_without_experts_are_told_by_step_or_by_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3_moe", {"num_local_experts": None}, "the key 'num_local_experts' is missing"),
+        ("qwen3_moe", {"num_local_experts": None}, "the key 'num_experts' is missing"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "9 of 8 experts"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0 is not a positive whole number"),
@@ -83,8 +83,8 @@ def test_layers_without_experts_are_told_by_step_or_by_name(tmp_path: Path) -> N
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; only sigmoid"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported; only noaux_tc"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy' is not supported"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true is not supported with softmax scores"),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported; only False"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
         ("deepseek_v3", {"kv_lora_rank": None}, "the key 'kv_lora_rank' is missing"),
     ],
 )

@@ -65,12 +65,12 @@ def test_rotary_frequencies_equal_transformers(scaling: dict[str, Any] | None, t
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; one of default, linear"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; only silu"),
-        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported; only False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* not supported; only a list"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 is not supported; only null"),
         ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding_window=4096 is not supported"),
-        ({"attention_bias": True}, "attention_bias=true is not supported"),
-        ({"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
     ],
 )
 def test_a_key_that_would_be_ignored_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
