@@ -101,6 +101,16 @@ class Dequantised:
     dtype = torch.float32
 
     def __post_init__(self) -> None:
+        if len(self.shape) != 2:
+            raise WeightsError(
+                f"{self.name}: has scales ({SUFFIX}) but the shape {list(self.shape)}; only matrices are stored in "
+                "blocks of fp8: get the file again, from its source"
+            )
+        if self.values.dtype != FP8:
+            raise WeightsError(
+                f"{self.name}: has scales ({SUFFIX}) but dtype {str(self.values.dtype).removeprefix('torch.')} instead "
+                "of float8_e4m3fn; if its numbers are complete without them, remove the scales from the files"
+            )
         if self.scales.shape != scale_shape(*self.shape):
             raise WeightsError(
                 f"{self.name}: scales of shape {list(self.scales.shape)} do not belong to fp8 numbers of shape "
@@ -117,16 +127,25 @@ class Dequantised:
         return self.values.shape
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Rows `begin` to `end`, float32."""
+        """Rows `begin` to `end`, float32. Raises WeightsError for scales that are not positive."""
         first = begin // BLOCK
-        scales = self.scales.rows(first, max(first, -(-end // BLOCK)))
+        scales = self._positive(self.scales.rows(first, max(first, -(-end // BLOCK))))
         return dequantise(self.values.rows(begin, end), scales, row=begin - first * BLOCK)
 
     def columns(self, begin: int, end: int) -> Tensor:
-        """Columns `begin` to `end`, float32."""
+        """Columns `begin` to `end`, float32. Raises as `rows`."""
         first = begin // BLOCK
-        scales = self.scales.columns(first, max(first, -(-end // BLOCK)))
+        scales = self._positive(self.scales.columns(first, max(first, -(-end // BLOCK))))
         return dequantise(self.values.columns(begin, end), scales, column=begin - first * BLOCK)
+
+    def _positive(self, scales: Tensor) -> Tensor:
+        """NaN passes: whoever reads refuses numbers that are not finite, or was told to go on."""
+        if bool((scales <= 0).any()):
+            raise WeightsError(
+                f"{self.name}{SUFFIX}: holds a scale of {scales.min():g}, where every scale is above 0; the file was "
+                "damaged or written wrongly, get it again from its source"
+            )
+        return scales
 
 
 def _row_blocks(weight: Tensor) -> Iterator[tuple[int, int]]:

@@ -28,6 +28,10 @@ class Source(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its numbers, as `rows` and `columns` return them."""
+
     def rows(self, begin: int, end: int) -> Tensor:
         """Rows `begin` to `end` of the first dimension."""
 

@@ -15,7 +15,7 @@ class InMemory:
     """A tensor as a source."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.shape = tensor, tuple(tensor.shape)
+        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         return self.tensor[begin:end]
@@ -107,3 +107,28 @@ def test_rows_and_columns_read_alone_are_those_of_the_whole(rows, columns, data)
 def test_scales_of_other_blocks_are_refused():
     with pytest.raises(WeightsError, match=r"scales of shape \[4, 4\].*128 x 128"):
         Dequantised(InMemory(torch.zeros(256, 256).to(torch.float8_e4m3fn)), InMemory(torch.ones(4, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_a_matrix_of_other_numbers_beside_scales_is_refused_with_its_dtype(dtype):
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(WeightsError, match=rf"a matrix: has scales \(_scale_inv\) but dtype {name} instead of"):
+        Dequantised(InMemory(torch.zeros(256, 256).to(dtype)), InMemory(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize("shape", [(256,), (), (2, 128, 128)])
+def test_scales_beside_what_is_no_matrix_are_refused_with_its_shape(shape):
+    with pytest.raises(WeightsError, match=r"a matrix: has scales .* but the shape \[.*\]; only matrices"):
+        Dequantised(InMemory(torch.zeros(shape).to(fp8.FP8)), InMemory(torch.ones(2)))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("-inf")])
+def test_a_scale_that_is_not_positive_is_refused_where_it_is_read(scale):
+    scales = torch.ones(2, 2)
+    scales[1, 0] = scale
+    source = Dequantised(InMemory(torch.ones(256, 256).to(fp8.FP8)), InMemory(scales))
+    for read in (lambda: source.rows(200, 210), lambda: source.columns(0, 3)):
+        with pytest.raises(WeightsError, match=rf"a matrix_scale_inv: holds a scale of {scale:g}, where every"):
+            read()
+    assert torch.equal(source.rows(0, 128), torch.ones(128, 256))
+    assert torch.equal(source.columns(128, 130), torch.ones(256, 2))
