@@ -180,7 +180,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(
     monkeypatch.setattr(job.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     with pytest.raises(WeightsError, match=r"0\.00 GiB free where 0\.06 GiB are needed; make room"):
         to_megatron(hf, tmp_path / "out")
-    assert not list(tmp_path.glob(".converting-out/*.safetensors"))
+    assert not list(tmp_path.glob(".converting-out*"))
 
 
 def test_damaged_megatron_files_are_named(megatron: Path, tmp_path: Path) -> None:
@@ -273,10 +273,17 @@ def test_options_that_do_not_fit_are_refused(hf: Path, tmp_path: Path) -> None:
     source, out = open_checkpoint(hf), tmp_path / "out"
     with pytest.raises(WeightsError, match="--tp 3: does not divide num_attention_heads=4"):
         actions.hf_to_megatron(source, out, TargetLayout(3), None)
-    with pytest.raises(WeightsError, match="--pp 3: more stages than the model's 2 layers"):
+    with pytest.raises(WeightsError, match=r"--pp 3: more stages than the model's 2 layers, .* up to 2"):
         actions.hf_to_megatron(source, out, TargetLayout(1, 3), None)
     with pytest.raises(WeightsError, match=r"--pp 2, --vpp 2, .* do not fit 2 layers: .*does not divide the 1 layers"):
         actions.hf_to_megatron(source, out, TargetLayout(1, 2, virtual=2), None)
+    for settings, words in (
+        ({"virtual": 2}, "--vpp 2: "),
+        ({"first": 1}, "--first-stage-layers 1: "),
+        ({"first": 1, "last": 1}, "--first-stage-layers 1, --last-stage-layers 1: "),
+    ):
+        with pytest.raises(WeightsError, match=f"^{words}there is one stage; give --pp 2 or more"):
+            actions.hf_to_megatron(source, out, TargetLayout(**settings), None)
     with pytest.raises(WeightsError, match=r"--ep 2, --etp 1: must divide the model's 1 expert\(s\)"):
         actions.hf_to_megatron(source, out, TargetLayout(expert=2), None)
     with pytest.raises(WeightsError, match="at least two checkpoints"):

@@ -225,4 +225,7 @@ def _check_layout(hf: HfConfig, layout: TargetLayout) -> None:
             f"the {width} features of each"
         )
     if hf.num_layers < layout.pipeline:
-        raise WeightsError(f"--pp {layout.pipeline}: more stages than the model's {hf.num_layers} layers")
+        raise WeightsError(
+            f"--pp {layout.pipeline}: more stages than the model's {hf.num_layers} layers, of which each has "
+            f"one or more; choose one up to {hf.num_layers}"
+        )

@@ -42,6 +42,10 @@ class TargetLayout:
         Raises:
             WeightsError: the layers cannot be dealt like this.
         """
+        given = {"--vpp": self.virtual, "--first-stage-layers": self.first, "--last-stage-layers": self.last}
+        idle = [f"{option} {value}" for option, value in given.items() if value is not None]
+        if idle and self.pipeline == 1:
+            raise WeightsError(f"{', '.join(idle)}: there is one stage; give --pp 2 or more, or leave it out")
         try:
             table = stage_layers(num_layers, self.parallel_config())
         except ValueError as error:

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,7 +26,7 @@ import xxhash
 
 from megatron_rl.files import sync
 from megatron_rl.weights import WeightsError
-from megatron_rl.weights.convert.journal import Journal, forget, is_intact, take_over
+from megatron_rl.weights.convert.journal import Journal, check_out, forget, is_intact, take_over
 from megatron_rl.weights.convert.one_file import FileWriter, PlannedFile, Progress, write_file
 from megatron_rl.weights.convert.team import ALONE, Team, shares
 from megatron_rl.weights.convert.tensors import BLOCK_BYTES
@@ -174,12 +174,6 @@ class _Told:
             self._progress.advance(told)
 
 
-def check_out(out: Path) -> None:
-    """Raises WeightsError where `out` exists already."""
-    if out.exists() or out.is_symlink():
-        raise WeightsError(f"{out}: exists already; give another directory, or move it away")
-
-
 def check_space(out: Path, size: int) -> None:
     """Raises WeightsError when the file system of `out` has less than `size` bytes, and some more, to give."""
     there = out.absolute().parent
@@ -218,7 +212,12 @@ def _alone(staging: Path, out: Path, rank: int) -> Iterator[None]:
     except BlockingIOError:
         raise WeightsError(f"{staging}: another process is writing it; wait for that one, or end it") from None
     else:
-        yield
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # it holds what the same command will go on with
+                staging.rmdir()
+            raise
     finally:
         os.close(lock)
 
