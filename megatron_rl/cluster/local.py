@@ -204,7 +204,17 @@ def _exit_code(trainer: Role, asked_to_stop: bool) -> int | None:
 
 
 def _first_failure(ended: list[Role], roles: list[Role]) -> str:
-    """Of those that have fallen by now, the one that says most."""
+    """Of those that have fallen by now, the one that says most.
+
+    A signal from outside or a fault of memory comes first: no process meets it because another one fell.
+    """
     ended = [r for r in roles if r.process.poll() not in (None, 0, EXIT_RESUMABLE)] or ended
     order = {"engine": 0, "controller": 1, "trainer": 2}
-    return min(ended, key=lambda r: (order[r.name], r.rank)).describe_exit()
+    return min(ended, key=lambda r: (not _was_struck(r), order[r.name], r.rank)).describe_exit()
+
+
+def _was_struck(role: Role) -> bool:
+    """Whether a signal ended it that no process sends itself: ABRT is how libraries give up, as when a peer is gone."""
+    code = role.process.poll() or 0
+    number = -code if code < 0 else code - 128
+    return number in {s.value for s in signal.Signals} - {signal.SIGABRT, signal.SIGTERM, signal.SIGINT}

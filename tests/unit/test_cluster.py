@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.cluster import ports, run_dir
-from megatron_rl.cluster.local import run_local
+from megatron_rl.cluster.local import _first_failure, run_local
 from megatron_rl.cluster.ports import EPHEMERAL, free_port
 from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
@@ -204,6 +204,25 @@ def test_a_process_that_ignores_term_is_killed_after_the_timeout(tmp_path: Path)
     stop([role], timeout_s=0.3)
     assert role.process.returncode == -signal.SIGKILL
     assert "SIGKILL" in role.describe_exit()
+
+
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [
+        (["exit 1", "kill -KILL $$"], "trainer-1 was ended by SIGKILL (out of memory?"),
+        (["exit 1", "kill -SEGV $$"], "trainer-1 was ended by SIGSEGV"),
+        (["exit 1", "kill -ABRT $$"], "trainer-0 failed with exit code 1"),
+        (["exit 75", "exit 3"], "trainer-1 failed with exit code 3"),
+    ],
+)
+def test_a_rank_that_was_killed_is_named_before_those_that_fell_because_of_it(tmp_path, ends, named) -> None:
+    roles = [
+        start("trainer", rank, ["sh", "-c", end], dict(os.environ), tmp_path / f"{rank}.log")
+        for rank, end in enumerate(ends)
+    ]
+    for role in roles:
+        role.process.wait()
+    assert named in _first_failure(roles, roles)
 
 
 def test_a_role_dies_with_the_launcher_however_that_dies(tmp_path: Path) -> None:
