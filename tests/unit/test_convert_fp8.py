@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.weights import WeightsError, fp8
 from megatron_rl.weights.convert import actions
+from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
-from tests.convert_models import convert, write_model
+from tests.convert_models import Silent, convert, write_config, write_model
 
 SIZES = {"hidden_size": 200, "intermediate_size": 130, "head_dim": 66, "vocab_size": 70}
 DEEPSEEK = SIZES | {
@@ -105,6 +106,25 @@ def test_a_cast_to_fp8_writes_blocks_that_mean_nearly_the_same(tmp_path: Path) -
         actions.cast(open_checkpoint(tmp_path / "megatron"), tmp_path / "out", fp8.FP8)
 
 
+def test_differences_are_those_of_the_numbers_that_blocks_mean(tmp_path: Path) -> None:
+    write_fp8(tmp_path / "fp8", **DEEPSEEK)
+    blocks, plain = open_checkpoint(tmp_path / "fp8"), {}
+    for dtype in (torch.bfloat16, torch.float32):
+        plain[dtype] = tmp_path / str(dtype)
+        convert(actions.cast(blocks, plain[dtype], dtype))
+    megatron = tmp_path / "megatron"
+    convert(actions.hf_to_megatron(blocks, megatron, TargetLayout(), torch.float32))
+    for other in (*plain.values(), megatron, tmp_path / "fp8"):
+        for sides in ((blocks, open_checkpoint(other)), (open_checkpoint(other), blocks)):
+            found = compare(*sides, Silent().advance)
+            assert found.is_equal, (other, found)
+            assert not any(name.name.endswith("_scale_inv") for name in found.differences)
+    convert(actions.cast(open_checkpoint(plain[torch.float32]), tmp_path / "again", fp8.FP8))
+    found = compare(open_checkpoint(plain[torch.float32]), open_checkpoint(tmp_path / "again"), Silent().advance)
+    assert not (found.only_first or found.only_second)
+    assert 0 < max(row.max_rel for row in found.differences) <= 1 / 16  # three bits behind the leading one
+
+
 def test_layers_that_predict_further_tokens_are_left_out_and_named(tmp_path: Path) -> None:
     plain = write_model(tmp_path / "hf", **DEEPSEEK, num_nextn_predict_layers=1)
     further = {"model.layers.2.eh_proj.weight": torch.ones(4, 8), "model.layers.2.mlp.gate.weight": torch.ones(4, 200)}
@@ -119,3 +139,10 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(tmp_path: Pat
     convert(cast)
     assert load_file(tmp_path / "cast" / "model.safetensors").keys() == plain.keys() | further.keys()
     assert json.loads((tmp_path / "cast" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_a_plan_without_weights_says_which_layers_it_leaves_out(tmp_path: Path) -> None:
+    write_config(tmp_path / "hf", **DEEPSEEK, num_nextn_predict_layers=2)
+    source = open_checkpoint(tmp_path / "hf", weights_may_be_absent=True)
+    plan = actions.hf_to_megatron(source, tmp_path / "megatron", TargetLayout(), None)
+    assert plan.left_out == ["model.layers.2.*", "model.layers.3.*"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.weights.convert.opened import Opened
-from megatron_rl.weights.convert.tensors import Rows, blocks, size_of
+from megatron_rl.weights.convert.tensors import Rows, blocks, cast_rows, size_of
+from megatron_rl.weights.convert.torch_dist import TorchDistReader
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def total_size(first: Opened, second: Opened) -> int:
 def compare(first: Opened, second: Opened, advance: Callable[[int], None]) -> Comparison:
     """Read both, block by block. Of one format: every tensor, optimizer state included; else the model's weights.
 
+    Blocks of fp8 are compared as the numbers they mean, rounded to the other side's dtype.
+
     Args:
         advance: is told the bytes that were read.
 
@@ -62,17 +65,19 @@ def compare(first: Opened, second: Opened, advance: Callable[[int], None]) -> Co
 
 
 def _sides(first: Opened, second: Opened) -> tuple[Mapping[str, Rows], Mapping[str, Rows]]:
-    if first.is_hf == second.is_hf:
-        return _flat(first.stored()), _flat(second.stored())
-    return first.as_hf(), second.as_hf()
-
-
-def _flat(tensors: Mapping[str, Rows | Sequence[Rows]]) -> dict[str, Rows]:
-    found: dict[str, Rows] = {}
-    for name, tensor in tensors.items():
-        for part in tensor if isinstance(tensor, Sequence) else [tensor]:
-            found[part.name if isinstance(tensor, Sequence) else name] = part
-    return found
+    if isinstance(first.reader, TorchDistReader) and isinstance(second.reader, TorchDistReader):
+        return first.reader.every_plane(), second.reader.every_plane()
+    # Numbers in blocks of fp8 as a conversion to the other side's dtype would write them; of both sides, exactly.
+    wide = torch.float32
+    sides = [side.plain(wide) if first.is_hf == second.is_hf else side.as_hf(wide) for side in (first, second)]
+    left, right = (
+        {
+            name: cast_rows(tensor, other[name].dtype) if name in side.in_blocks and name in other else tensor
+            for name, tensor in own.items()
+        }
+        for side, own, other in ((first, sides[0], sides[1]), (second, sides[1], sides[0]))
+    )
+    return left, right
 
 
 def _difference(left: Rows, right: Rows, advance: Callable[[int], None]) -> Difference:

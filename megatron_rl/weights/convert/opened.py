@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from megatron_rl.weights.convert.tensors import Rows, cast_rows
 from megatron_rl.weights.convert.torch_dist import HF, TorchDistReader, find_torch_dist
 from megatron_rl.weights.convert.views import as_hf, check_hf
 from megatron_rl.weights.families import family_of
-from megatron_rl.weights.fp8 import SUFFIX, Dequantised
+from megatron_rl.weights.fp8 import SUFFIX, Dequantised, names_in_blocks
 from megatron_rl.weights.layouts import Source
 from megatron_rl.weights.reader import SafetensorsReader
 from megatron_rl.weights.safetensors_file import FLOATS
@@ -63,11 +62,10 @@ class Opened:
             )
         return read_hf_config(self.companions)
 
-    def stored(self) -> Mapping[str, Rows | Sequence[Rows]]:
-        """Every tensor by its own name; one of Megatron's layers as the sequence of its layers."""
-        if not isinstance(self.reader, TorchDistReader):
-            return {name: self.reader[name] for name in sorted(self.reader.names)}
-        return {name: tensor.planes for name, tensor in sorted(self.reader.tensors.items())}
+    @property
+    def in_blocks(self) -> list[str]:
+        """Names of a Hugging Face directory's matrices that are stored in blocks of fp8."""
+        return [] if isinstance(self.reader, TorchDistReader) else names_in_blocks(self.reader.names)
 
     def plain(self, dtype: torch.dtype | None = None) -> dict[str, Rows]:
         """A Hugging Face directory's tensors by name, without blocks of fp8: those as numbers of `dtype`.
@@ -76,17 +74,21 @@ class Opened:
         """
         assert not isinstance(self.reader, TorchDistReader)
         tensors: dict[str, Rows] = {name: self.reader[name] for name in sorted(self.reader.names)}
-        for name in [name for name in tensors if name.endswith(SUFFIX) and name.removesuffix(SUFFIX) in tensors]:
-            scales, values = tensors.pop(name), tensors[name.removesuffix(SUFFIX)]
-            found = Dequantised(cast(Source, values), cast(Source, scales))
-            tensors[values.name] = cast_rows(cast(Rows, found), dtype or computes_in(self.companions))
+        for name in self.in_blocks:
+            found = Dequantised(cast(Source, tensors[name]), cast(Source, tensors.pop(name + SUFFIX)))
+            tensors[name] = cast_rows(cast(Rows, found), dtype or computes_in(self.companions))
         return tensors
 
     def left_out(self) -> list[str]:
-        """Tensors of a Hugging Face directory that a Megatron checkpoint has no place for, such as another head's."""
+        """Tensors of a Hugging Face directory that a Megatron checkpoint has no place for, such as another head's.
+
+        Where the weights are not there: what config.json says of such layers, whose tensors it does not name.
+        """
         if isinstance(self.reader, TorchDistReader):
             return []
         hf = self.hf()
+        if isinstance(self.reader, AbsentReader) and (further := hf.num_predicted_layers):
+            return [f"model.layers.{hf.num_layers + number}.*" for number in range(further)]
         return sorted(self.reader.names - family_of(hf).hf_names(hf) - family_of(hf).tied_names())
 
     def as_hf(self, dtype: torch.dtype | None = None) -> dict[str, Rows]:

@@ -297,6 +297,10 @@ class TorchDistReader:
             if (size := file.stat().st_size) < end:
                 raise WeightsError(f"{file}: cut short ({size} bytes instead of {end}); copy the file again")
 
+    def every_plane(self) -> dict[str, Plane]:
+        """All tensors, the optimizer's too, as matrices and vectors by their own names."""
+        return {plane.name: plane for _, tensor in sorted(self.tensors.items()) for plane in tensor.planes}
+
     def weights(self) -> dict[Parameter, Rows]:
         """The model's parameters."""
         return {
