@@ -34,6 +34,13 @@ def _source(name: str) -> Path:
     return local_path(name)
 
 
+def _absent(name: str) -> Path:
+    from megatron_rl.weights.convert.journal import check_out
+
+    check_out(Path(name))
+    return Path(name)
+
+
 Source = Annotated[
     Path,
     typer.Argument(
@@ -42,7 +49,11 @@ Source = Annotated[
         parser=_source,
     ),
 ]
-Target = Annotated[Path, typer.Argument(help="Directory to write; it must not exist.", metavar="DST")]
+# Eager: looked at before a source is fetched or opened.
+Target = Annotated[
+    Path,
+    typer.Argument(help="Directory to write; it must not exist.", metavar="DST", parser=_absent, is_eager=True),
+]
 HfDir = Annotated[
     Path | None,
     typer.Option(
@@ -171,7 +182,12 @@ def average(
     sources: Annotated[
         list[Path], typer.Argument(help="Checkpoints of one model, of either format.", metavar="SRC...")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Hugging Face directory to write; it must not exist.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", help="Hugging Face directory to write; it must not exist.", parser=_absent, is_eager=True
+        ),
+    ],
     weights: Annotated[
         list[float] | None, typer.Option("--weight", help="One for each SRC, in order; default: all equal.")
     ] = None,
@@ -256,7 +272,12 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="A")],
     second: Annotated[Path, typer.Argument(metavar="B")],
     hf: HfDir = None,
-    limit: Annotated[int, typer.Option(min=1, help="Print so many of the largest differences.")] = 20,
+    limit: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Print so many of the largest differences, and of the tensors that one side alone has."
+        ),
+    ] = 20,
 ) -> None:
     """Compare two checkpoints number by number, across formats and layouts. Ends with 1 when they differ."""
     from megatron_rl.weights.convert.compare import compare, total_size
@@ -279,8 +300,10 @@ def diff(
     if differing:
         _out.print(table)
     for side, names in ((first, found.only_first), (second, found.only_second)):
-        for name in names:
+        for name in names[:limit]:
             _out.print(f"only in {side}: {name}")
+        if (more := len(names) - limit) > 0:
+            _out.print(f"... and {more} more only in {side}")
     unequal = sum(row.max_abs > 0 for row in found.differences)
     _out.print(f"{len(found.differences)} tensors compared: {unequal} differ")
     raise typer.Exit(0 if found.is_equal else 1)
@@ -320,11 +343,10 @@ def verify(
 
 
 def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, float | None] | None) -> None:
-    from megatron_rl.weights.convert.job import Options, check_out, check_space
+    from megatron_rl.weights.convert.job import Options, check_space
     from megatron_rl.weights.reader import some_names
 
     options = Options(_bytes(max_memory, "--max-memory"), allow_nan)
-    check_out(plan.out)
     if plan.left_out:
         _out.print(f"left out, since Megatron's model here has no such part: {some_names(set(plan.left_out))}")
     if dry_run:

@@ -53,9 +53,12 @@ def describe(plan: Conversion, ranks: int, gb_per_s: float | None) -> Iterator[s
         yield f"... and {more} more ranks"
     most = max(shares, key=lambda share: share.written)
     yield (
-        f"largest share: {most.written:,} bytes to write, {most.read:,} to read. Between ranks no tensors are sent; "
-        f"each asks rank 0 {0 if ranks == 1 else 4} times"
+        f"largest share: {most.written:,} bytes to write, {most.read:,} to read"
+        + ("" if ranks == 1 else ". Between ranks no tensors are sent; each asks rank 0 four times")
     )
+    if gb_per_s is None and not any(plan.identity["sources"]):
+        yield "time: not known, since without the weights nothing can be tried; give a speed with --gb-per-s"
+        return
     speed = 1e-9 / gb_per_s if gb_per_s else seconds_per_byte(plan.target, _existing(plan.out))
     how = "as given" if gb_per_s else f"as {min(plan.size, TRIAL_BYTES) / 2**20:.0f} MiB took just now, alone"
     yield f"time: {_duration(most.written * speed)} at {1e-9 / speed:.2f} GB/s a rank, {how}"

@@ -14,7 +14,7 @@ from megatron_rl.cli_convert import _bytes
 from megatron_rl.config import ConfigError
 from megatron_rl.verify import read_texts
 from megatron_rl.weights import WeightsError
-from tests.convert_models import contents, write_model
+from tests.convert_models import contents, write_config, write_model
 
 
 def run(*words: object) -> Result:
@@ -64,8 +64,41 @@ def test_a_dry_run_prints_files_and_bytes_and_writes_nothing(tmp_path: Path) -> 
     assert shown.exit_code == 0
     assert f"model.safetensors  {len(tensors)} tensors" in shown.stdout
     size = sum(tensor.numel() for tensor in tensors.values()) * 2
-    assert f"dry run: {size:,} bytes of tensors would be read and written" in shown.stdout
+    assert f"dry run: {size:,} bytes of tensors would be written to" in shown.stdout
     assert contents(tmp_path) == before
+
+
+def test_a_dry_run_without_weights_needs_no_speed_and_says_why_it_knows_no_time(tmp_path: Path) -> None:
+    write_config(tmp_path / "hf")
+    shown = run("hf-to-megatron", tmp_path / "hf", tmp_path / "out", "--dry-run", "--ranks", 2)
+    assert shown.exit_code == 0, shown.output
+    assert "time: not known, since without the weights nothing can be tried; give a speed with --gb-per-s" in (
+        shown.stdout
+    )
+    assert "each asks rank 0 four times" in shown.stdout
+    given = run("hf-to-megatron", tmp_path / "hf", tmp_path / "out", "--dry-run", "--gb-per-s", 1)
+    assert "at 1.00 GB/s a rank, as given" in given.stdout
+    assert "asks rank 0" not in given.stdout
+
+
+def test_a_target_that_exists_is_refused_before_a_source_is_looked_at(tmp_path: Path) -> None:
+    verbs: list[tuple[object, ...]] = [
+        (verb, tmp_path / "nowhere", tmp_path) for verb in ("hf-to-megatron", "megatron-to-hf", "reshard")
+    ]
+    verbs += [("cast", tmp_path / "nowhere", tmp_path, "--dtype", "bf16"), ("average", "a", "b", "--out", tmp_path)]
+    for words in verbs:
+        refused = run(*words)
+        assert refused.exit_code == 1
+        assert str(refused.exception) == f"{tmp_path}: exists already; give another directory, or move it away"
+
+
+def test_the_limit_holds_for_names_that_one_side_alone_has(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "two")
+    write_model(tmp_path / "one", num_hidden_layers=1)
+    only = len(tensors) - len(load_file(tmp_path / "one" / "model.safetensors"))
+    shown = run("diff", tmp_path / "two", tmp_path / "one", "--limit", 3).stdout
+    assert shown.count(f"only in {tmp_path / 'two'}: model.layers.1.") == 3
+    assert f"... and {only - 3} more only in {tmp_path / 'two'}\n" in shown
 
 
 def test_tensors_that_are_not_finite_are_listed(tmp_path: Path) -> None:

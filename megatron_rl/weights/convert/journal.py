@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from megatron_rl.files import write_atomic
+from megatron_rl.weights import WeightsError
 
 _PATTERN = "journal-*.json"
 _BUFFER_BYTES = 8 * 2**20
@@ -30,6 +31,12 @@ class Journal:
 
     def _save(self) -> None:
         write_atomic(self._path, json.dumps({"plan": self._plan, "files": self.files}))
+
+
+def check_out(out: Path) -> None:
+    """Raises WeightsError where `out` exists already."""
+    if out.exists() or out.is_symlink():
+        raise WeightsError(f"{out}: exists already; give another directory, or move it away")
 
 
 def take_over(staging: Path, plan: str) -> dict[str, Any]:
