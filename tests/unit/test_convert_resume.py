@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,33 @@ TOOLS: dict[str, Make] = {
 }
 
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
+def with_experts(tool: str, inputs: Path, out: Path) -> Conversion:
+    """As TOOLS, of a Qwen3-MoE."""
+    if tool == "hf-to-megatron":
+        layout = TargetLayout(2, 2, expert=2)
+        return actions.hf_to_megatron(open_checkpoint(inputs / "moe-hf"), out, layout, None)
+    return actions.megatron_to_hf(open_checkpoint(inputs / "moe-megatron"), out, None, 4000)
+
+
+TOOLS |= {f"{tool} with experts": partial(with_experts, tool) for tool in ("hf-to-megatron", "megatron-to-hf")}
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_model(folder / "hf")
-    convert(actions.hf_to_megatron(open_checkpoint(folder / "hf"), folder / "megatron", TargetLayout(2, 2), None))
+    write_model(folder / "moe-hf", **EXPERTS)
+    for name in ("", "moe-"):
+        source = open_checkpoint(folder / f"{name}hf")
+        convert(actions.hf_to_megatron(source, folder / f"{name}megatron", TargetLayout(2, 2), None))
     return folder
 
 
