@@ -66,7 +66,7 @@ class HfConfig:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers, from 0, whose MLP is a mixture of experts."""
-        return () if self.moe is None else tuple(i for i in range(self.num_layers) if i not in self.moe.dense_layers)
+        return () if self.moe is None else tuple(sorted({*range(self.num_layers)}.difference(self.moe.dense_layers)))
 
     @property
     def rotary_dim(self) -> int:

@@ -66,13 +66,13 @@ def _mixtral(values: dict[str, Any], num_layers: int) -> MoeShape:
 
 
 def _deepseek_v2(values: dict[str, Any], num_layers: int) -> MoeShape:
-    size, step, first = values["moe_intermediate_size"], values["moe_layer_freq"], values["first_k_dense_replace"]
+    size = values["moe_intermediate_size"]
     return MoeShape(
         num_experts=_experts(values, "n_routed_experts", "num_local_experts", "num_experts"),
         top_k=values["num_experts_per_tok"],
         ffn_hidden_size=size,
         shared_ffn_hidden_size=size * (values["n_shared_experts"] or 0),
-        dense_layers=tuple(layer for layer in range(num_layers) if layer < first or layer % step),
+        dense_layers=tuple(range(min(values["first_k_dense_replace"], num_layers))),
         normalise_top_k=False,
         scaling_factor=float(values["routed_scaling_factor"]),
     )

@@ -101,7 +101,7 @@ _LATENT: dict[str, Kind] = {
     "qk_rope_head_dim": whole(step=2),
     "v_head_dim": _WIDTH,
     "first_k_dense_replace": _LAYER,
-    "moe_layer_freq": _WIDTH,
+    "moe_layer_freq": only(1),
     "n_shared_experts": or_null(whole(0, 10_000)),
     "routed_scaling_factor": number(),
     "rope_interleave": only(True),
@@ -127,7 +127,7 @@ _ABSENT: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-_LATENT_ABSENT: dict[str, Any] = {"num_key_value_heads": None, "q_lora_rank": 1536, "moe_layer_freq": 1}
+_LATENT_ABSENT: dict[str, Any] = {"num_key_value_heads": None, "q_lora_rank": 1536}
 _FAMILY_ABSENT: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None},
     "qwen3": {"head_dim": 128},

@@ -261,7 +261,7 @@ def test_any_value_of_any_key_is_read_or_refused_by_name(case: tuple[str, str], 
     if isinstance(found, str):
         assert "config.json: " in found
     else:
-        assert found.num_layers <= 10_000
+        assert len(found.moe_layers) <= found.num_layers <= 10_000
         assert json.dumps(found.shape)
 
 
@@ -298,6 +298,7 @@ def test_any_value_within_rope_is_computed_with_or_refused(name: str, value: Any
         ("deepseek_v3", "routed_scaling_factor", [float("inf"), float("nan"), 0, "8"]),
         ("deepseek_v3", "qk_rope_head_dim", [7]),
         ("deepseek_v3", "n_routed_experts", [10**12, "8"]),
+        ("deepseek_v2", "moe_layer_freq", [2, 0, "1", None]),
     ],
 )
 def test_wrong_values_are_refused_by_name(family: str, key: str, values: list[Any]) -> None:
