@@ -70,14 +70,22 @@ def require_same_run(recorded: Path, cfg: Config, accept_changes: bool) -> list[
 
 
 def nothing_to_do(run: RunDir, checkpoint: Path, cfg: Config) -> str | None:
-    """What to tell whoever resumes a run that has its result, and at `checkpoint` all its steps; None for any other."""
+    """What to tell whoever resumes a run that has all steps at `checkpoint`, result and report; None for any other."""
     step = int(checkpoint.name.rpartition("-")[2])
-    if step < cfg.steps or not run.result.exists():
+    if step < cfg.steps or not _is_finished(run):
         return None
     return (
         f"run_dir={run.path} is complete (step {step}, steps={cfg.steps}): nothing was started. "
-        f"See {run.path}/report.html, or go on with steps=N, N more than {step}"
+        f"See {run.report}, or go on with steps=N, N more than {step}"
     )
+
+
+def _is_finished(run: RunDir) -> bool:
+    """Its report is the last that a run writes, of the result: an older one stems from the way there."""
+    try:
+        return run.report.stat().st_mtime_ns >= run.result.stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
 
 
 def changed_keys(before: Config, after: Config) -> list[str]:

@@ -71,6 +71,11 @@ class RunDir:
         return self.path / "result.json"
 
     @property
+    def report(self) -> Path:
+        """Written in the course of a run, and again after its result."""
+        return self.path / "report.html"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

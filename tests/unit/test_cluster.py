@@ -325,8 +325,12 @@ def test_a_complete_run_is_named_as_such_and_nothing_of_it_is_touched(tmp_path: 
     run.write_config(dump(cfg))
     checkpoint = run.checkpoints / "step-000003"
     checkpoint.mkdir()
-    assert nothing_to_do(run, checkpoint, cfg) is None  # ended while it wrote its result
-    run.result.write_text("{}")
+    assert nothing_to_do(run, checkpoint, cfg) is None  # ended before it wrote its result
+    for file, at in ((run.report, 1), (run.result, 2)):
+        file.write_text("{}")
+        os.utime(file, (at, at))
+    assert nothing_to_do(run, checkpoint, cfg) is None  # ended before it wrote its last report
+    run.report.write_text("{}")
     before, said = sorted(tmp_path.rglob("*")), list[str]()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -111,7 +111,8 @@ def test_attempts_that_save_nothing_are_bounded_and_one_that_saves_begins_the_co
 
 def test_a_complete_run_that_is_resumed_has_no_attempt(rig: Rig) -> None:
     assert rig.run((COMPLETE, 200)) == 0
-    (rig.folder / "result.json").write_text("{}")
+    for name in ("result.json", "report.html"):
+        (rig.folder / name).write_text("{}")
     rig.slurm.job = "8"
     assert rig.run() == 0
     assert len(rig.seen) == 1
