@@ -59,7 +59,6 @@ class Placement:
             rows.append(("engines", ",".join(self.engines), self._engines_in_words()))
         return [*rows, ("spare", ",".join(self.spares), "")] if self.spares else rows
 
-
     def _engines_in_words(self) -> str:
         count, span = self.replicas, len(self.engines) // self.replicas
         where = f"each on {span} nodes" if span > 1 else f"up to {self.engines_per_node} a node"
