@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
+import random
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import ConfigError, read_hf_config
@@ -21,7 +26,9 @@ from megatron_rl.weights.convert import actions, job
 from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
+from megatron_rl.weights.convert.read_sums import ReadSums
 from megatron_rl.weights.convert.restricted_pickle import UnknownName, read_array
+from megatron_rl.weights.convert.torch_dist import is_weight
 from tests.convert_models import Silent, convert, write_config, write_model
 
 FILE = "model.safetensors"
@@ -215,6 +222,49 @@ def test_a_chunk_that_is_not_what_the_metadata_says_is_named(megatron: Path) -> 
     source = open_checkpoint(megatron)
     with pytest.raises(WeightsError, match=r"__0_0\.distcp: the chunk at byte \d+ is damaged"):
         compare(source, source, Silent().advance)
+
+
+def test_numbers_that_were_changed_in_a_chunk_end_a_conversion_and_name_it(megatron: Path, tmp_path: Path) -> None:
+    tensors = open_checkpoint(megatron).reader.tensors
+    for number, name in enumerate(sorted(name for name in tensors if is_weight(name))):
+        path = shutil.copytree(megatron, tmp_path / str(number))
+        source = open_checkpoint(path)
+        chunk = source.reader.tensors[name].chunks[0]
+        with open(chunk.place.file, "r+b") as file:
+            position = chunk.place.offset + chunk.array(torch.float32).offset + 7
+            file.seek(position)
+            low = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([low ^ 1]))
+        message = rf"distcp: the .* numbers of the chunk at byte {chunk.place.offset} have not the checksum"
+        with pytest.raises(WeightsError, match=message):
+            convert(actions.megatron_to_hf(open_checkpoint(path), tmp_path / "out", None))
+        with pytest.raises(WeightsError, match=message):
+            convert(actions.reshard(open_checkpoint(path), tmp_path / "out", TargetLayout(2)))
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_chunk_that_was_saved_without_checksums_is_read() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        stream = io.BytesIO()
+        torch.save(torch.arange(6.0), stream)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    array = read_array(zipfile.ZipFile(stream))
+    assert (array.shape, array.checksum) == ((6,), None)
+    assert stream.getvalue()[array.offset :][:24] == torch.arange(6.0).numpy().tobytes()
+
+
+@given(data=st.binary(min_size=1, max_size=60), seed=st.integers(0, 2**32), cuts=st.sets(st.integers(1, 59)))
+def test_the_sum_of_pieces_in_any_order_is_that_of_the_whole(data: bytes, seed: int, cuts: set[int]) -> None:
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    pieces = list(itertools.pairwise(bounds))
+    random.Random(seed).shuffle(pieces)
+    sums = ReadSums()
+    found = [sums.add(len(data), begin, memoryview(data)[begin:end]) for begin, end in pieces]
+    assert found == [None] * (len(pieces) - 1) + [zlib.crc32(data)]
+    assert sums.add(len(data), 0, memoryview(data)[:1]) is None
 
 
 def test_a_chunk_runs_no_code_and_is_read_only_as_it_lies() -> None:

@@ -62,6 +62,8 @@ def _reads(tensor: Rows, begin: int, end: int) -> Iterator[tuple[int, int]]:
     if isinstance(tensor, (Joined, Changed, Quantised, Slab)):
         for part in tensor.needs(begin, end):
             yield from _reads(part.tensor, part.begin, part.end)
+        if isinstance(tensor, Joined) and tensor.unused is not None and end == tensor.shape[0]:
+            yield from _reads(tensor.unused.tensor, tensor.unused.begin, tensor.unused.end)
     elif isinstance(tensor, fp8.Dequantised):
         count = end - begin
         yield 1, count * tensor.shape[1]

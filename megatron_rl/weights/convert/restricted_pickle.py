@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import pathlib
 import pickle
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,20 @@ def _layout(name: str) -> torch.layout:
 
 @dataclass(frozen=True)
 class ArrayOnDisk:
-    """The numbers of a saved tensor, in C order: `offset` is their first byte, from the archive's beginning."""
+    """The numbers of a saved tensor, in C order: `offset` is their first byte, from the archive's beginning.
+
+    `checksum` is their CRC-32; None where the archive has none, or only one of more than they.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    checksum: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,9 @@ def read_array(archive: zipfile.ZipFile) -> ArrayOnDisk:
         UnknownName: the archive holds something else than a tensor, or one that is not stored in C order, uncompressed.
         zipfile.BadZipFile, pickle.UnpicklingError, KeyError: it is damaged.
     """
+    for entry in archive.infolist():
+        if entry.CRC == 0:  # as `torch.serialization.set_crc32_options(False)` leaves it; None is not compared
+            entry.CRC = None  # type: ignore[assignment]
     root = archive.namelist()[0].partition("/")[0]
     if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
         raise UnknownName("it was written on a machine of the other byte order")
@@ -149,7 +162,10 @@ def read_array(archive: zipfile.ZipFile) -> ArrayOnDisk:
     begin = (
         record.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     )
-    return ArrayOnDisk(saved.shape, saved.storage.dtype, begin + saved.first * saved.storage.dtype.itemsize)
+    array = ArrayOnDisk(
+        saved.shape, saved.storage.dtype, begin + saved.first * saved.storage.dtype.itemsize, record.CRC
+    )
+    return array if array.nbytes == record.file_size else replace(array, checksum=None)
 
 
 def _is_c_order(saved: _Saved) -> bool:

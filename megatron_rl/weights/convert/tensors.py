@@ -56,8 +56,12 @@ class Joined:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Part, ...]
+    unused: Part | None = None
+    """What is stored beside them and left out; it is read with the last row, since checksums are of all."""
 
     def rows(self, begin: int, end: int) -> Tensor:
+        if self.unused is not None and end == self.shape[0]:
+            self.unused.tensor.rows(self.unused.begin, self.unused.end)
         found = [part.tensor.rows(part.begin, part.end) for part in self.needs(begin, end)]
         if missing := end - max(begin, min(self._bounds[-1], end)):
             found.append(torch.zeros(missing, *self.shape[1:], dtype=self.dtype))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.read_sums import ReadSums
 from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, UnknownName, read_array, read_metadata
 from megatron_rl.weights.convert.stored_names import LAYERS, Parameter, parameter_at
 from megatron_rl.weights.convert.tensors import Rows
@@ -80,6 +81,25 @@ class Chunk:
                 f".metadata says {dtype} {list(self.sizes)}; the files do not belong together"
             )
         return found
+
+    def require_unchanged(self, array: ArrayOnDisk, begin: int, numbers: Tensor) -> None:
+        """These were read, of `array` from byte `begin` on. Compares the record's checksum once all of it was read.
+
+        Raises:
+            WeightsError: the file has changed since it was written.
+        """
+        if array.checksum is None or not numbers.numel():
+            return
+        found = self._sums.add(array.nbytes, begin, numbers.view(torch.uint8).numpy().data)
+        if found not in (None, array.checksum):
+            raise WeightsError(
+                f"{self.place.file}: the {list(self.sizes)} numbers of the chunk at byte {self.place.offset} have not "
+                "the checksum (CRC-32) that they were written with; copy the file again, or take another checkpoint"
+            )
+
+    @cached_property
+    def _sums(self) -> ReadSums:
+        return ReadSums()
 
 
 _ENDS_BYTES = 4096
@@ -218,6 +238,7 @@ class Plane:
         start = (index * height + first - top) * width
         offset = chunk.place.offset + array.offset
         found = read_elements(chunk.place.file, offset, start, (last - first) * width, self.dtype)
+        chunk.require_unchanged(array, start * self.dtype.itemsize, found)
         return found.view(last - first, *chunk.sizes[lead + 1 :])
 
     def _copy(self, chunk: Chunk, array: ArrayOnDisk, part: Tensor, begin: int, end: int) -> int:

@@ -139,9 +139,10 @@ def _split(
         end = position + piece.end - piece.begin
         parts[piece.source].append((piece.begin, Part(whole, position, end)))
         position = end
+    padding = Part(whole, position, whole.shape[0]) if position < whole.shape[0] else None
     return {
         name: Joined(
-            name, shapes[name], whole.dtype, tuple(part for _, part in sorted(found, key=lambda pair: pair[0]))
+            name, shapes[name], whole.dtype, tuple(part for _, part in sorted(found, key=lambda pair: pair[0])), padding
         )
         for name, found in zip(row.hf, parts, strict=True)
     }
