@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -30,7 +30,8 @@ def load_hf_weights(chunks: Sequence[Any], hf: HfConfig, path: str | Path) -> No
     on all ranks before anything is read.
 
     Raises:
-        WeightsError: unreadable files, missing, left-over or unmapped tensors, shapes that differ from config.json's.
+        WeightsError: unreadable files, missing, left-over or unmapped tensors, shapes that differ from config.json's,
+            numbers that are not finite (of those that this rank holds).
     """
     from megatron.core import parallel_state
 
@@ -81,3 +82,21 @@ def _load(mapped: Mapped, sources: Sequence[Stored], path: Path, shard: Shard, h
             f"{list(mapped.parameter.shape)}; config.json and weights do not belong together"
         )
     mapped.parameter.copy_(local)
+    # Without a copy, and where the parameter is: bound by memory, far faster than what was read.
+    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(mapped.parameter)):
+        raise WeightsError(_not_finite(mapped, sources, path))
+
+
+def _not_finite(mapped: Mapped, sources: Sequence[Stored], path: Path) -> str:
+    """Which tensors, in which files; they are read once more, whole."""
+    files = {
+        source.name: (source if isinstance(source, TensorOnDisk) else cast(TensorOnDisk, source.values)).file
+        for source in sources
+        if not torch.isfinite(source.rows(0, source.shape[0]).float()).all()
+    }
+    if not files:
+        dtype = str(mapped.parameter.dtype).removeprefix("torch.")
+        names = ", ".join(source.name for source in sources)
+        return f"{path}: {names} holds numbers that are too large for {dtype}; choose another model.dtype"
+    listed = ", ".join(f"{name} in {file.name}" for name, file in files.items())
+    return f"{path}: {listed} holds NaN or infinity; get the model again, or choose another checkpoint of it"

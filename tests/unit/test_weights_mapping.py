@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import read_hf_config
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.families import FAMILIES, family_of
-from megatron_rl.weights.mapping import mapped_parameters
+from megatron_rl.weights.layouts import Replicated, Shard
+from megatron_rl.weights.load import _load
+from megatron_rl.weights.mapping import Mapped, mapped_parameters
+from megatron_rl.weights.reader import SINGLE, SafetensorsReader
 from tests.tiny import Family, tiny_model
 
 
@@ -94,3 +98,19 @@ def test_tensors_that_checkpoints_may_hold_without_need_are_ignored(tmp_path: Pa
     assert family_of(hf).ignores("model.layers.0.self_attn.rotary_emb.inv_freq", hf)
     assert family_of(hf).ignores("lm_head.weight", hf)
     assert not family_of(hf).ignores("model.norm.bias", hf)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_not_finite_are_refused_with_tensor_and_file(value: float, tmp_path: Path) -> None:
+    weight = torch.ones(3, 4)
+    save_file({"a.weight": weight, "b.weight": weight.masked_fill(torch.eye(3, 4) > 0, value)}, tmp_path / SINGLE)
+    reader = SafetensorsReader(tmp_path)
+    hf = read_hf_config(tiny_model(tmp_path / "model", "llama"))
+    for name, message in (("a.weight", None), ("b.weight", r"b\.weight in model\.safetensors holds NaN or infinity")):
+        mapped = Mapped("layer", torch.zeros(3, 4), (name,), Replicated(), is_tied_copy=False)
+        with pytest.raises(WeightsError, match=message) if message else nullcontext():
+            _load(mapped, [reader[name]], tmp_path, Shard(0, 1, 3), hf)
+    save_file({"a.weight": weight * 1e6}, tmp_path / SINGLE)
+    narrow = Mapped("layer", torch.zeros(3, 4, dtype=torch.float16), ("a.weight",), Replicated(), is_tied_copy=False)
+    with pytest.raises(WeightsError, match=r"a\.weight holds numbers that are too large for float16; .* model\.dtype"):
+        _load(narrow, [SafetensorsReader(tmp_path)["a.weight"]], tmp_path, Shard(0, 1, 3), hf)
