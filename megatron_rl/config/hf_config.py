@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class HfConfig:
         parts = {name: asdict(part) for name, part in (("moe", self.moe), ("mla", self.mla)) if part is not None}
         return {name: getattr(self, name) for name in _SHAPE} | json.loads(json.dumps(parts))
 
-    @property
+    @cached_property  # asked for once a layer
     def moe_layers(self) -> tuple[int, ...]:
         """Layers, from 0, whose MLP is a mixture of experts."""
         return () if self.moe is None else tuple(sorted({*range(self.num_layers)}.difference(self.moe.dense_layers)))
