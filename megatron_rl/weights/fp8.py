@@ -43,7 +43,8 @@ def quantization_config() -> dict[str, Any]:
 def names_in_blocks(names: Iterable[str]) -> list[str]:
     """Those of a checkpoint's tensors that are matrices in blocks: their scales lie beside them."""
     present = set(names)
-    return sorted(name.removesuffix(SUFFIX) for name in present if name.removesuffix(SUFFIX) in present - {name})
+    scales = (name for name in present if name.endswith(SUFFIX))
+    return sorted(scale.removesuffix(SUFFIX) for scale in scales if scale.removesuffix(SUFFIX) in present)
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:
