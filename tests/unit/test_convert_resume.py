@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -244,4 +245,9 @@ def test_every_number_of_the_source_is_read_once(
         monkeypatch.setattr(module, "read_elements", counting)
     convert(plan)
     hf = read_hf_config(inputs / "hf")
-    assert read[0] == 4 * sum(torch.Size(shape).numel() for shape in family_of(hf).hf_shapes(hf).values())
+    if tool == "megatron-to-hf":  # the rows that the vocabulary was filled up with are read for their checksum
+        stored = open_checkpoint(inputs / "megatron").reader.tensors
+        numbers = sum(math.prod(tensor.shape) for name, tensor in stored.items() if torch_dist.is_weight(name))
+    else:
+        numbers = sum(math.prod(shape) for shape in family_of(hf).hf_shapes(hf).values())
+    assert read[0] == 4 * numbers
