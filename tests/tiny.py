@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-Family = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"]
+Family = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe"]
 
-_LATENT: dict[str, Any] = {
+_SHARED: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+}
+_LATENT: dict[str, Any] = _SHARED | {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
@@ -39,6 +41,14 @@ MOE_SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": None},
     "deepseek_v2": _LATENT | {"q_lora_rank": None, "routed_scaling_factor": 1.5, "topk_method": "greedy"},
     "deepseek_v3": _LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_group": 1},
+    "glm4_moe": _SHARED
+    | {
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
 }
 """Families with experts; what makes their tiny models: eight experts of which a token gets two."""
 PAD, IM_START, IM_END, UNK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
@@ -93,9 +103,12 @@ def _byte_symbol(character: str) -> str:
 def _classes(family: Family) -> tuple[type, type]:
     import transformers
 
-    name = {"qwen3_moe": "Qwen3Moe", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}.get(
-        family, family.capitalize()
-    )
+    name = {
+        "qwen3_moe": "Qwen3Moe",
+        "deepseek_v2": "DeepseekV2",
+        "deepseek_v3": "DeepseekV3",
+        "glm4_moe": "Glm4Moe",
+    }.get(family, family.capitalize())
     return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
 

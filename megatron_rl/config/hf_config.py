@@ -16,8 +16,18 @@ from .hf_experts import mla_of, moe_of
 from .hf_numbers import UnsupportedError, rope_of, values_of
 from .hf_shapes import MlaShape, MoeShape
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
-EMBEDDED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3")
+SUPPORTED_MODEL_TYPES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+)
+EMBEDDED_MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 """Those of them that the embedded engine serves."""
 _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata")
 """One of them is in a directory with a checkpoint of Megatron's."""
@@ -37,7 +47,10 @@ _SHAPE = (
 
 @dataclass(frozen=True)
 class HfConfig:
-    """A decoder's shape, in Megatron-Core's words. `head_dim`, `ffn_hidden_size` etc. are counts of features."""
+    """A decoder's shape, in Megatron-Core's words. `head_dim`, `ffn_hidden_size` etc. are counts of features.
+
+    `rotary_percent` is the share, up to 1, of a head's features that are rotated: the first ones.
+    """
 
     model_type: str
     num_layers: int
@@ -56,6 +69,7 @@ class HfConfig:
     qk_norm: bool
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    rotary_percent: float = 1.0
     raw: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
     @property
@@ -72,7 +86,7 @@ class HfConfig:
     @property
     def rotary_dim(self) -> int:
         """Features of a head's query and key that are rotated."""
-        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+        return int(self.head_dim * self.rotary_percent) if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def has_query_latent(self) -> bool:
@@ -152,8 +166,8 @@ def _from_raw(raw: dict[str, Any]) -> HfConfig:
     mla, groups = mla_of(model_type, values), values["num_key_value_heads"] or heads
     if heads % groups:
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
-    theta, scaling = rope_of(raw, values)
-    return HfConfig(
+    theta, scaling, percent = rope_of(raw, values)
+    found = HfConfig(
         model_type=model_type,
         num_layers=values["num_hidden_layers"],
         hidden_size=hidden,
@@ -167,12 +181,18 @@ def _from_raw(raw: dict[str, Any]) -> HfConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=values["tie_word_embeddings"],
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        qkv_bias=model_type == "qwen2" or values.get("attention_bias", False),
+        qk_norm=values.get("use_qk_norm", model_type in ("qwen3", "qwen3_moe")),
         moe=moe_of(model_type, values),
         mla=mla,
+        rotary_percent=percent,
         raw=raw,
     )
+    if found.rotary_dim < 2 or found.rotary_dim % 2:
+        raise ValueError(
+            f"partial_rotary_factor={percent} of head_dim={found.head_dim} gives no even number of features to rotate"
+        )
+    return found
 
 
 def _head_dim(hidden: int, heads: int) -> int:

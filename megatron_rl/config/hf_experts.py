@@ -112,4 +112,5 @@ _READERS: dict[str, Callable[[dict[str, Any], int], MoeShape]] = {
     "mixtral": _mixtral,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _deepseek_v3,
 }

@@ -94,17 +94,26 @@ _KINDS: dict[str, Kind] = {
     "decoder_sparse_step": _WIDTH,
     "mlp_only_layers": or_null(list_of(_LAYER, "no list of layers, whole numbers from 0")),
 }
-_LATENT: dict[str, Kind] = {
+_SHARED: dict[str, Kind] = {
+    "first_k_dense_replace": _LAYER,
+    "n_shared_experts": or_null(whole(0, 10_000)),
+    "routed_scaling_factor": number(),
+}
+"""Of models with experts that see every token."""
+_LATENT = _SHARED | {
     "q_lora_rank": or_null(_WIDTH),
     "kv_lora_rank": _WIDTH,
     "qk_nope_head_dim": _WIDTH,
     "qk_rope_head_dim": whole(step=2),
     "v_head_dim": _WIDTH,
-    "first_k_dense_replace": _LAYER,
     "moe_layer_freq": only(1),
-    "n_shared_experts": or_null(whole(0, 10_000)),
-    "routed_scaling_factor": number(),
     "rope_interleave": only(True),
+}
+_BIASED_CHOICE: dict[str, Kind] = {
+    "scoring_func": only("sigmoid"),
+    "topk_method": only("noaux_tc"),
+    "n_group": _EXPERTS,
+    "topk_group": _EXPERTS,
 }
 _WINDOW = {"sliding_window": or_null(_WIDTH), "num_key_value_heads": _WIDTH}
 _FAMILY_KINDS: dict[str, dict[str, Kind]] = {
@@ -114,8 +123,16 @@ _FAMILY_KINDS: dict[str, dict[str, Kind]] = {
     "mixtral": _WINDOW,
     "deepseek_v2": _LATENT
     | {"scoring_func": only("softmax"), "topk_method": only("greedy"), "norm_topk_prob": only(False, None)},
-    "deepseek_v3": _LATENT
-    | {"scoring_func": only("sigmoid"), "topk_method": only("noaux_tc"), "n_group": _EXPERTS, "topk_group": _EXPERTS},
+    "deepseek_v3": _LATENT | _BIASED_CHOICE,
+    "glm4_moe": _SHARED
+    | _BIASED_CHOICE
+    | {
+        "num_key_value_heads": _WIDTH,
+        "n_shared_experts": whole(0, 10_000),
+        "attention_bias": FLAG,
+        "use_qk_norm": FLAG,
+        "partial_rotary_factor": number(high=1.0),
+    },
 }
 _ABSENT: dict[str, Any] = {
     "head_dim": None,
@@ -143,12 +160,22 @@ _FAMILY_ABSENT: dict[str, dict[str, Any]] = {
         "topk_group": 4,
         "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.5,
+    },
 }
 _ROPE_KINDS: dict[str, Kind] = {
     "rope_type": Kind("no name", lambda v: isinstance(v, str)),
     "type": Kind("no name", lambda v: isinstance(v, str)),
     "rope_theta": _KINDS["rope_theta"],
-    "partial_rotary_factor": only(1, 1.0),
     "factor": number(1.0, 1e6),
     "low_freq_factor": number(high=1e6),
     "high_freq_factor": number(high=1e6),
@@ -176,15 +203,21 @@ def values_of(raw: dict[str, Any]) -> dict[str, Any]:
         ValueError: a key holds what it may not hold; UnsupportedError if it asks for something not computed here.
     """
     family = raw["model_type"]
-    kinds = _KINDS | _FAMILY_KINDS.get(family, {})
+    kinds = _kinds_of(family)
     values = _ABSENT | _FAMILY_ABSENT.get(family, {}) | {key: value for key, value in raw.items() if key in kinds}
     for key, value in values.items():
         kinds[key].check(key, value)
     return values
 
 
-def rope_of(raw: dict[str, Any], values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base of the rotary frequencies, and their scaling (None without any), of checked `values`. Raises ValueError."""
+def _kinds_of(family: str) -> dict[str, Kind]:
+    return _KINDS | _FAMILY_KINDS.get(family, {})
+
+
+def rope_of(raw: dict[str, Any], values: dict[str, Any]) -> tuple[float, dict[str, Any] | None, float]:
+    """What is rotated how, of checked `values`: base of the frequencies, their scaling (None without any), and the
+    share of a head's features that are rotated. Raises ValueError.
+    """
     places = [values[key] for key in ("rope_scaling", "rope_parameters") if values[key]]
     if len(places) == 2 and places[0] != places[1]:
         raise UnsupportedError("rope_scaling and rope_parameters that differ are not supported; only one of them")
@@ -194,15 +227,20 @@ def rope_of(raw: dict[str, Any], values: dict[str, Any]) -> tuple[float, dict[st
         raise UnsupportedError(f"rope type {kind!r:.80} is not supported; one of {', '.join(_ROPE_NEEDS)}")
     if lacking := [key for key in _ROPE_NEEDS[kind] if rope.get(key) is None]:
         raise UnsupportedError(f"rope type {kind!r} without {', '.join(lacking)} is not supported")
+    kinds = _ROPE_KINDS | {"partial_rotary_factor": _kinds_of(raw["model_type"])["partial_rotary_factor"]}
     for key, value in rope.items():
-        if key not in _ROPE_KINDS:
-            raise UnsupportedError(f"rope key {key!r:.80} is not supported; only {', '.join(_ROPE_KINDS)}")
-        _ROPE_KINDS[key].check(key, value)
-    for key in ("rope_theta", "original_max_position_embeddings"):
+        if key not in kinds:
+            raise UnsupportedError(f"rope key {key!r:.80} is not supported; only {', '.join(kinds)}")
+        kinds[key].check(key, value)
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if key in raw and key in rope and raw[key] != rope[key]:
             raise ValueError(
                 f"{key}={raw[key]!r:.80} and, within the rope parameters, {rope[key]!r}: only one can hold"
             )
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ValueError(f"low_freq_factor={rope['low_freq_factor']} is not below {rope['high_freq_factor']}")
-    return float(rope.get("rope_theta", values["rope_theta"])), rope if kind != "default" else None
+    percent = float(rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)))
+    if kind == "yarn" and percent < 1:
+        # YaRN's factor is in the scale of the scores, of which the features that are not rotated have a part.
+        raise UnsupportedError(f"rope type 'yarn' with partial_rotary_factor={percent} is not supported; only with 1")
+    return float(rope.get("rope_theta", values["rope_theta"])), rope if kind != "default" else None, percent

@@ -42,13 +42,16 @@ def routing_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
 
 def _unlike_in_sglang(hf: HfConfig) -> Iterator[str]:
     """What SGLang 0.5.23 leaves unread in config.json of this family, and would compute otherwise."""
-    if hf.moe is None or hf.model_type != "qwen3_moe":
+    if hf.moe is None or hf.model_type not in ("qwen3_moe", "glm4_moe"):
         return
-    for key, meant in (("tie_word_embeddings", hf.tie_word_embeddings), ("mlp_only_layers", hf.moe.dense_layers)):
+    unread = {"tie_word_embeddings": hf.tie_word_embeddings}
+    if hf.model_type == "qwen3_moe":
+        unread["mlp_only_layers"] = bool(hf.moe.dense_layers)
+    for key, meant in unread.items():
         if meant:
             yield (
-                f"engine.kind=sglang does not heed {key} in config.json of a qwen3_moe model and would sample from "
-                "another one; use engine.kind=embedded, or a model without it"
+                f"engine.kind=sglang does not heed {key} in config.json of a {hf.model_type} model and would sample "
+                "from another one; use engine.kind=embedded, or a model without it"
             )
 
 

@@ -29,8 +29,8 @@ class PackedAttention(MegatronModule):
     """Megatron's core-attention slot: rotates queries and keys, then causal attention within each sequence.
 
     Args:
-        inv_freq: fp32 [head_dim / 2], the rotary frequencies (`policy.model.rotary_frequencies`); None: queries and
-            keys come rotated.
+        inv_freq: fp32 [rotary_dim / 2], the rotary frequencies (`policy.model.rotary_frequencies`), of the first
+            `rotary_dim` features of a head; None: queries and keys come rotated.
         pg_collection: Megatron's process groups, of which the context-parallel one is read.
 
     The other arguments are what Megatron's specs pass to every core attention.

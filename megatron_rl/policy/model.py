@@ -72,6 +72,7 @@ def _build_chunk(hf: HfConfig, config: TransformerConfig, vocab_size: int, **sta
         max_sequence_length=hf.max_position_embeddings,
         # Latent attention, and all without Transformer Engine, rotates by itself.
         position_embedding_type="rope" if with_te and hf.mla is None else "none",
+        rotary_percent=hf.rotary_percent,
         rotary_base=int(hf.rope_theta),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         **stage,

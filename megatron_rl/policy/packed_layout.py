@@ -150,10 +150,10 @@ class PackedLayout:
         return position[:, None, :, None] >= torch.arange((chunk + 1) * size, device=tokens.device)
 
     def rotation(self, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [T, 1, head_dim / 2] of every token's angles, computed in fp32 and rounded to `dtype`.
+        """Cosine and sine [T, 1, rotary_dim / 2] of every token's angles, computed in fp32 and rounded to `dtype`.
 
         Args:
-            inv_freq: fp32 [head_dim / 2], the rotary frequencies; results are kept per tensor.
+            inv_freq: fp32 [rotary_dim / 2], the rotary frequencies; results are kept per tensor.
         """
         key = (id(inv_freq), dtype)
         if key not in self._rotations:
@@ -183,11 +183,12 @@ def packed_layout(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (2104.09864): turns the pairs (i, i + head_dim / 2) of `[..., head_dim]` by their token's angle.
+    """Rotary embedding (2104.09864): turns the pairs (i, i + rotary_dim / 2) of `[..., head_dim]` by their token's
+    angle; features from `rotary_dim` on stay as they are.
 
     Args:
         x: [T, heads, head_dim].
-        cos, sin: [T, 1, head_dim / 2], of x's dtype, without gradient.
+        cos, sin: [T, 1, rotary_dim / 2], of x's dtype, without gradient.
     """
     return _Rotate.apply(x, cos, sin)
 
@@ -218,11 +219,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    half = cos.size(-1)
+    half, end = cos.size(-1), 2 * cos.size(-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second = x[..., :half], x[..., half:]
+    first, second = x[..., :half], x[..., half:end]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin, value=sign)
+    torch.mul(second, cos, out=out[..., half:end]).addcmul_(first, sin, value=sign)
+    out[..., end:] = x[..., end:]
     return out
 
 

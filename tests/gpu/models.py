@@ -9,6 +9,7 @@ from tests.tiny import Family
 WITH_EXPERTS: dict[Family, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 128},
     "mixtral": {"head_dim": 64, "intermediate_size": 128},
+    "glm4_moe": {"head_dim": 64, "moe_intermediate_size": 128},
     "deepseek_v3": {
         "moe_intermediate_size": 128,
         "q_lora_rank": 128,

@@ -28,12 +28,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe-dense-layer": {"family": "qwen3_moe", "mlp_only_layers": [1], "tied": True},
     "mixtral": {"family": "mixtral"},
     "deepseek_v3": {"family": "deepseek_v3"},
+    "glm4_moe": {"family": "glm4_moe"},
 }
 CUTS = {
     "qwen3_moe": TargetLayout(2, 2, expert=2),
     "qwen3_moe-dense-layer": TargetLayout(1, 2, 1, first=1, expert=4),
     "mixtral": TargetLayout(2, 2, virtual=2, expert=2, expert_tensor=2),
     "deepseek_v3": TargetLayout(2, 1, expert=8),
+    "glm4_moe": TargetLayout(2, 2, expert=2),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"data_parallel_size": 4, "expert_model_parallel_size": 2},

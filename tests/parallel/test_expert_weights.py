@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2 ep2": TP2 | {"pipeline_model_parallel_size": 2} | EP2,
 }
 WRITTEN = ("ep2", "pp2 ep2", "tp2 ep2 etp2")
-FAMILIES: tuple[Family, ...] = ("qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES: tuple[Family, ...] = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 CASES = [(family, name) for family in FAMILIES for name in LAYOUTS if family == "qwen3_moe" or name in WRITTEN]
 """What a layout does beyond those that are written does not depend on the family's names."""
 BUCKET_BYTES = 100_000

@@ -70,6 +70,8 @@ TWO_RANKS = {
     "one_rank_mixtral": Case({}, model="mixtral", alone=True),
     "one_rank_deepseek_v2": Case({}, model="deepseek_v2", alone=True),
     "one_rank_deepseek_v3": Case({}, model="deepseek_v3", alone=True),
+    "one_rank_glm4_moe": Case({}, model="glm4_moe", alone=True),
+    "one_rank_plain_glm": Case({}, model="plain_glm", alone=True),
     "one_rank_some_dense": Case({}, model="some_dense", alone=True),
     "one_rank_direct_queries": Case({}, model="direct_queries", alone=True),
     "one_rank_microbatches": Case({}, max_tokens=24, alone=True),
@@ -117,6 +119,9 @@ TWO_RANKS = {
     "deepseek_v3_tp2_etp2": Case(TP2 | SP | ETP2, "deepseek_v3"),
     "cp2_ep2": Case(CP2 | EP2, "qwen3_moe", max_tokens=48),
     "deepseek_v3_cp2": Case(CP2, "deepseek_v3", max_tokens=48),
+    "glm4_moe_ep2": Case(DP2 | EP2, "glm4_moe", max_tokens=48),
+    "glm4_moe_tp2_ep2": Case(TP2 | SP | EP2, "glm4_moe", max_tokens=48),
+    "glm4_moe_cp2_plain": Case(CP2 | EP2, "plain_glm", max_tokens=48),
     "deepseek_v3_pp2": Case(PP2 | {"num_layers_in_first_pipeline_stage": 1}, "deepseek_v3", max_tokens=48),
 }
 DENSE = [
@@ -256,6 +261,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3},
     },
+    "plain_glm": {
+        "family": "glm4_moe",
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "n_group": 1,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25},
+    },
 }
 Results = dict[str, list[dict[str, Any]]]
 
@@ -340,7 +353,7 @@ def test_gradient_norm_is_that_of_the_whole_model(name, results, references):
         assert rank["grad_norm"] == pytest.approx(np.linalg.norm(norms), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.model == "deepseek_v3"])
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.model in ("deepseek_v3", "glm4_moe")])
 def test_biases_for_choosing_stay_as_they_were_loaded(name, results):
     assert all(all(rank["unmoved"]) for rank in results[name])
     stages = CASES[name].parallel.get("pipeline_model_parallel_size", 1)

@@ -39,6 +39,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     groups = draw(st.integers(1, 4))
     family = draw(st.sampled_from(sorted(FAMILIES)))
     heads, head_dim = groups * draw(st.integers(1, 4)), 2 * draw(st.integers(1, 4))
+    head_dim *= 2 if family == "glm4_moe" else 1  # half of it is rotated
     layers = draw(st.integers(1, 5))
     return {
         "model_type": family,
@@ -68,7 +69,7 @@ def experts(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
         }
     elif family == "mixtral":
         found = {"num_local_experts": count, "num_experts_per_tok": 2, "intermediate_size": size}
-    elif family in ("deepseek_v2", "deepseek_v3"):
+    elif family in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
         found = {
             "n_routed_experts": count,
             "num_experts_per_tok": 2,
@@ -77,14 +78,19 @@ def experts(draw: st.DrawFn, family: str, layers: int) -> dict[str, Any]:
             "first_k_dense_replace": draw(st.integers(0, layers)),
             "n_group": 1,
             "topk_group": 1,
+        }
+    else:
+        found = {}
+    if family == "glm4_moe":
+        found |= {"attention_bias": draw(st.booleans()), "use_qk_norm": draw(st.booleans())}
+    elif family.startswith("deepseek"):
+        found |= {
             "q_lora_rank": draw(st.none() | st.integers(1, 8)),
             "kv_lora_rank": draw(st.integers(1, 8)),
             "qk_nope_head_dim": draw(st.integers(1, 8)),
             "qk_rope_head_dim": 2 * draw(st.integers(1, 4)),
             "v_head_dim": draw(st.integers(1, 8)),
         }
-    else:
-        found = {}
     return found
 
 

@@ -66,6 +66,8 @@ FAMILIES: list[dict[str, Any]] = [
             "mscale_all_dim": 0.8,
         },
     },
+    {"family": "glm4_moe"},
+    {"family": "glm4_moe", "attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 0.25},
     {"family": "llama", "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
     {
         "family": "llama",

@@ -177,7 +177,7 @@ def test_bfloat16_experts_stay_near_the_full_forward(path: Path) -> None:
             assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_the_names_of_weights_are_those_of_the_checkpoint(tmp_path: Path, family: Any) -> None:
     from safetensors import safe_open
 

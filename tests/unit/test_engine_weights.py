@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "mlp_only_layers": [0]},
     "mixtral": {"family": "mixtral"},
     "deepseek": {"family": "deepseek_v3"},
+    "glm": {"family": "glm4_moe"},
 }
 
 

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_rl.config import ConfigError, HfConfig, read_hf_config
 from megatron_rl.config.hf_shapes import MlaShape, MoeShape
+from megatron_rl.config.shards import num_parameters
 from megatron_rl.policy.experts import expert_options
-from megatron_rl.policy.model import transformer_config
+from megatron_rl.policy.model import rotary_frequencies, transformer_config
+from tests.parallel.dense_models import LINEAR_ROPE, LLAMA3_ROPE
 from tests.parallel.policy_setup import make_config
 from tests.tiny import MOE_SETTINGS, Family, tiny_model
 
@@ -85,6 +89,9 @@ def test_layers_without_experts_are_told_by_step_or_by_name(tmp_path: Path) -> N
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy' is not supported"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported; only False"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=false is not supported with sigmoid scores"),
+        ("glm4_moe", {"topk_group": 2}, "num_experts_per_tok=2 with topk_group=2 is not supported"),
+        ("glm4_moe", {"head_dim": 18, "rope_parameters": None}, "=0.5 of head_dim=18 gives no even number of features"),
         ("deepseek_v3", {"kv_lora_rank": None}, "the key 'kv_lora_rank' is missing"),
     ],
 )
@@ -93,6 +100,26 @@ def test_what_would_be_computed_otherwise_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         changed(tmp_path, family, **changes)
+
+
+@pytest.mark.parametrize("family", MOE_SETTINGS)
+def test_parameters_are_counted_as_transformers_saves_them(family: Family, tmp_path: Path) -> None:
+    tensors = load_file(tiny_model(tmp_path, family) / "model.safetensors")
+    expected = sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias"))
+    assert num_parameters(read_hf_config(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
+def test_a_part_of_each_head_is_rotated_as_in_transformers(kind: str, partial: float, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+
+    rope = (LLAMA3_ROPE if kind == "llama3" else LINEAR_ROPE) | {"rope_type": kind, "partial_rotary_factor": partial}
+    hf = read_hf_config(tiny_model(tmp_path, "glm4_moe", rope_parameters=rope))
+    theirs = Glm4MoeRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    assert hf.rotary_dim == 16 * partial
+    torch.testing.assert_close(rotary_frequencies(hf), theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("family", MOE_SETTINGS)

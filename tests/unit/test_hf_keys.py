@@ -57,6 +57,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_interleave": True,
         "num_nextn_predict_layers": 1,
     },
+    "glm4_moe": {
+        "head_dim": 16,
+        "partial_rotary_factor": 0.25,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 3,
+        "first_k_dense_replace": 2,
+        "routed_scaling_factor": 1.7,
+        "n_group": 16,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
 }
 COMMON: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -157,10 +173,12 @@ def as_transformers_reads(described: dict[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": theirs.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "rope_factor": rope.get("factor", 1.0),
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
         "tie_word_embeddings": theirs.tie_word_embeddings,
     }
     if model_type.startswith("deepseek"):
         found |= {name: getattr(theirs, name) for name in LATENT_SIZES}
+    if hasattr(theirs, "n_routed_experts"):
         found |= {
             "num_experts": theirs.n_routed_experts,
             "top_k": theirs.num_experts_per_tok,
@@ -170,8 +188,12 @@ def as_transformers_reads(described: dict[str, Any]) -> dict[str, Any]:
             "scaling_factor": theirs.routed_scaling_factor,
             "normalise": bool(theirs.norm_topk_prob),
         }
-        if model_type == "deepseek_v3":
-            found |= {"num_groups": theirs.n_group, "top_groups": theirs.topk_group}
+    if model_type in ("deepseek_v3", "glm4_moe"):
+        grouped = theirs.n_group > 1
+        found |= {key: getattr(theirs, of) if grouped else None for key, of in GROUPS.items()}
+    if model_type == "glm4_moe":
+        found |= {"qkv_bias": theirs.attention_bias, "qk_norm": theirs.use_qk_norm}
+    if model_type.startswith("deepseek"):
         return found
     heads = theirs.num_attention_heads
     # The models, where this is null or absent.
@@ -193,6 +215,7 @@ def as_transformers_reads(described: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+GROUPS = {"num_groups": "n_group", "top_groups": "topk_group"}
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -243,6 +266,11 @@ def test_an_absent_key_gives_the_model_of_transformers_or_is_refused(family: str
         ("deepseek_v2", "n_shared_experts", {"shared_size": 64}),
         ("deepseek_v2", "routed_scaling_factor", {"scaling_factor": 1.0}),
         ("deepseek_v3", "q_lora_rank", {"q_lora_rank": 1536}),
+        ("glm4_moe", "partial_rotary_factor", {"rotary_percent": 0.5}),
+        ("glm4_moe", "attention_bias", {"qkv_bias": False}),
+        ("glm4_moe", "use_qk_norm", {"qk_norm": False}),
+        ("glm4_moe", "first_k_dense_replace", {"dense_layers": (0,)}),
+        ("glm4_moe", "routed_scaling_factor", {"scaling_factor": 1.0}),
         ("mixtral", "rope_theta", {"rope_theta": 1e6}),
         ("llama", "rope_theta", {"rope_theta": 1e4}),
         ("qwen3", "head_dim", {"head_dim": 128}),
@@ -299,6 +327,12 @@ def test_any_value_within_rope_is_computed_with_or_refused(name: str, value: Any
         ("deepseek_v3", "qk_rope_head_dim", [7]),
         ("deepseek_v3", "n_routed_experts", [10**12, "8"]),
         ("deepseek_v2", "moe_layer_freq", [2, 0, "1", None]),
+        ("glm4_moe", "partial_rotary_factor", [None, 0, 1.5, "8", float("nan"), 0.01, 0.2]),
+        ("glm4_moe", "attention_bias", [None, 1, "true"]),
+        ("glm4_moe", "use_qk_norm", [None, 1, "true"]),
+        ("glm4_moe", "n_shared_experts", [None, {}, -1]),
+        ("glm4_moe", "rope_scaling", [ROPES["yarn"]]),
+        ("llama", "partial_rotary_factor", [0.5, None]),
     ],
 )
 def test_wrong_values_are_refused_by_name(family: str, key: str, values: list[Any]) -> None:
@@ -312,6 +346,7 @@ def test_wrong_values_are_refused_by_name(family: str, key: str, values: list[An
     [
         ("linear", "factor", ["2", float("nan"), float("inf"), -1, 0.5]),
         ("linear", "rope_theta", ["2", float("inf"), -1, 1]),
+        ("linear", "partial_rotary_factor", [0.5, 0, None, "1"]),
         ("llama3", "low_freq_factor", [4.0, 5, "1", 0]),
         ("yarn", "original_max_position_embeddings", [0, 1.5, "8"]),
         ("yarn", "mscale", [-1, "1", float("nan")]),

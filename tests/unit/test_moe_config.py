@@ -72,6 +72,11 @@ def test_routing_of_a_dense_model(sections, message):
     [
         ({"tie_word_embeddings": True}, "engine.kind=sglang does not heed tie_word_embeddings"),
         ({"moe": MoeShape(8, 2, 32, dense_layers=(0,))}, "engine.kind=sglang does not heed mlp_only_layers"),
+        (
+            {"model_type": "glm4_moe", "tie_word_embeddings": True},
+            "does not heed tie_word_embeddings .* of a glm4_moe model",
+        ),
+        ({"model_type": "glm4_moe", "moe": MoeShape(8, 2, 32, dense_layers=(0,))}, None),
         ({"model_type": "mixtral", "tie_word_embeddings": True}, None),
     ],
 )

@@ -77,6 +77,20 @@ def test_rotation_is_transformers_rotation_and_its_gradient_turns_back() -> None
     assert torch.autograd.gradcheck(lambda y: rotate(y, *double), (y,), fast_mode=True)
 
 
+def test_with_fewer_angles_the_first_features_are_rotated_and_the_others_stay() -> None:
+    from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+
+    cos, sin = layout_of([5, 3]).rotation(1.0 / 10000.0 ** (torch.arange(0, 4, 2) / 4), torch.float32)
+    full = [torch.cat([part, part], -1).transpose(0, 1) for part in (cos, sin)]
+    x = torch.randn(8, 2, 10)
+    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *full)
+    torch.testing.assert_close(rotate(x, cos, sin), expected[0].transpose(0, 1), rtol=0, atol=1e-6)
+    assert torch.equal(rotate(x, cos, sin)[..., 4:], x[..., 4:])
+    y = torch.randn(8, 2, 10, dtype=torch.float64, requires_grad=True)
+    double = [part.double() for part in (cos, sin)]
+    assert torch.autograd.gradcheck(lambda y: rotate(y, *double), (y,), fast_mode=True)
+
+
 def test_rotation_is_computed_once_per_frequencies_and_dtype() -> None:
     layout = layout_of([5, 3])
     first, second = torch.ones(4), torch.ones(4) / 2

@@ -27,7 +27,7 @@ def mix_experts(block: Any, hidden: torch.Tensor, fixed_shapes: bool) -> tuple[t
     _, weights, experts = block.gate(rows)
     compute = partial(_all_experts, block.experts) if fixed_shapes else block.experts
     mixed = compute(rows, experts, weights).view_as(hidden)
-    if hasattr(block, "shared_experts"):  # DeepSeek's, which see every token
+    if hasattr(block, "shared_experts"):  # DeepSeek's and GLM's, which see every token
         mixed = mixed + block.shared_experts(hidden)
     return mixed, experts.view(*hidden.shape[:-1], -1)
 
@@ -49,7 +49,7 @@ def named_views(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     transformers keeps the experts of a layer in one tensor; what is yielded for each is a part of it, not a copy.
     """
     for name, buffer in model.named_buffers():
-        if name.endswith(".e_score_correction_bias"):  # of DeepSeek's routers; checkpoints have it among the weights
+        if name.endswith(".e_score_correction_bias"):  # of some routers; checkpoints have it among the weights
             yield name, buffer
     names = _MIXTRAL if model.config.model_type == "mixtral" else _USUAL
     for name, parameter in model.named_parameters():

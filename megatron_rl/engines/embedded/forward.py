@@ -1,8 +1,8 @@
 """One pass through the modules of a transformers model; where keys and values live, and who sees them, is passed in.
 
-Qwen2, Qwen3, Llama, Mistral and Mixtral share their layout, so their layers are driven directly: no cache object, mask
-builder or output class of transformers stands in the decoding loop, and tests hold the result to its full forward. The
-attention of DeepSeek-V3 is brought to the same terms by `latent_attention`.
+Qwen2, Qwen3, Llama, Mistral, Mixtral and GLM-4-MoE share their layout, so their layers are driven directly: no cache
+object, mask builder or output class of transformers stands in the decoding loop, and tests hold the result to its full
+forward. The attention of DeepSeek-V3 is brought to the same terms by `latent_attention`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ForwardPass:
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         queries = attention.q_proj(hidden).view(shape)
         keys = attention.k_proj(hidden).view(shape)
-        if hasattr(attention, "q_norm"):  # Qwen3 normalises each head before rotating it
+        if hasattr(attention, "q_norm"):  # Qwen3 and GLM-4-MoE normalise each head before rotating it
             queries, keys = attention.q_norm(queries), attention.k_norm(keys)
         values = attention.v_proj(hidden).view(shape)
         return rotate(queries.transpose(1, 2)), rotate(keys.transpose(1, 2)), values.transpose(1, 2)
@@ -138,6 +138,12 @@ def visible_up_to(positions: torch.Tensor, length: int, dtype: torch.dtype) -> t
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, in the layout of Hugging Face checkpoints: the two halves of a head are the two coordinates."""
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat((-second, first), dim=-1) * sin
+    """Rotary embedding, in the layout of Hugging Face checkpoints: the two halves of a head are the two coordinates.
+
+    With fewer angles than features only the first of these are rotated.
+    """
+    size = cos.size(-1)
+    rotated, rest = states[..., :size], states[..., size:]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated

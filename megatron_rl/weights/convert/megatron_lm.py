@@ -47,7 +47,7 @@ def megatron_lm_arguments(hf: HfConfig, layout: TargetLayout, padded_vocab_size:
         add_position_embedding=True,
         use_rotary_position_embeddings=True,
         rotary_base=int(hf.rope_theta),
-        rotary_percent=1.0,
+        rotary_percent=hf.rotary_percent,
         rotary_interleaved=False,
         use_rope_scaling=is_llama3,
         rope_scaling_factor=float(scaling["factor"]) if is_llama3 else 8.0,

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_rl.weights import WeightsError
-from megatron_rl.weights.families import deepseek_v2, deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megatron_rl.weights.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
@@ -13,7 +23,7 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v2, deepseek_v3)
+    for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, deepseek_v2, deepseek_v3, glm4_moe)
 }
 
 
