@@ -83,6 +83,11 @@ def verify_log_probs(weights: Path, reference: Path, texts: Sequence[str], toler
     disable_progress_bar()
     for side in (weights, reference):
         open_checkpoint(side)  # what is missing or damaged is said here, in one message
+    if find_torch_dist(reference) is not None:
+        raise WeightsError(
+            f"{reference}: a Megatron checkpoint, which transformers cannot read; name the Hugging Face directory to "
+            "compare with (--hf)"
+        )
     tokenizer = AutoTokenizer.from_pretrained(reference)
     ids = [torch.tensor(tokenizer(text).input_ids[:MAX_TOKENS]) for text in texts]
     ids = [tokens for tokens in ids if len(tokens) > 1]

@@ -125,6 +125,14 @@ def test_a_failure_is_one_message_and_exit_code_1(
         )
 
 
+def test_a_megatron_checkpoint_is_verified_against_a_directory_that_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf")
+    run("hf-to-megatron", tmp_path / "hf", tmp_path / "megatron")
+    refused = run("verify", tmp_path / "megatron")
+    assert isinstance(refused.exception, WeightsError)
+    assert "which transformers cannot read; name the Hugging Face directory" in str(refused.exception)
+
+
 def test_sizes_are_read_with_their_units() -> None:
     assert [_bytes(text, "x") for text in ("7", "2kB", "1.5MiB", "8GiB", "5GB", "1 T")] == [
         7,
