@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,21 +76,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun, mpirun or srun started this process as one of several ranks, and not in a shell of theirs."""
-    if "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ or "PMIX_RANK" in environ:
-        return True
-    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") != "1"
-
-
 @contextmanager
 def _team(out: Path) -> Iterator[Team]:
+    from megatron_rl.cluster.bootstrap import find_place, is_launched
     from megatron_rl.weights.convert.team import ALONE, Team
 
     if not is_launched(os.environ):
         yield ALONE
         return
-    from megatron_rl.cluster.bootstrap import find_place
     from megatron_rl.policy.distributed import shared_store
 
     meeting = out.with_name(f".converting-{out.name}.ranks")

@@ -43,6 +43,13 @@ def find_place(environ: Mapping[str, str], folder: Path) -> Place:
     return Place(start.rank, start.world_size, start.local_rank, meeting or ToldByTorchrun())
 
 
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, mpirun or srun started this process as one of several ranks, and not in a shell of theirs."""
+    if "RANK" in environ or "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ or "PMIX_RANK" in environ:
+        return True
+    return "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") != "1"
+
+
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for a process that is not a rank: without what the launchers of ranks left in it.
 

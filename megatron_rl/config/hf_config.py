@@ -13,7 +13,7 @@ from typing import Any
 
 from .base import ConfigError
 from .hf_experts import mla_of, moe_of
-from .hf_numbers import UnsupportedError, rope_of, values_of
+from .hf_numbers import Unsupported, rope_of, values_of
 from .hf_shapes import MlaShape, MoeShape
 
 SUPPORTED_MODEL_TYPES = (
@@ -147,7 +147,7 @@ def read_hf_config(path: str | Path) -> HfConfig:
         return _from_raw(raw)
     except KeyError as error:
         raise ConfigError(f"{file}: the key {error} is missing; copy the file from the model again") from error
-    except UnsupportedError as error:
+    except Unsupported as error:
         raise ConfigError(
             f"{file}: {error}: this would be another model than the one described; use another model"
         ) from error
@@ -160,7 +160,7 @@ def _from_raw(raw: dict[str, Any]) -> HfConfig:
     heads, hidden, longest = (values[k] for k in ("num_attention_heads", "hidden_size", "max_position_embeddings"))
     window = values.get("sliding_window")
     if window is not None and window < longest:
-        raise UnsupportedError(
+        raise Unsupported(
             f"sliding_window={window} is not supported; only null, or all of max_position_embeddings={longest}"
         )
     mla, groups = mla_of(model_type, values), values["num_key_value_heads"] or heads

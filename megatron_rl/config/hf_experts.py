@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .hf_numbers import UnsupportedError
+from .hf_numbers import Unsupported
 from .hf_shapes import MlaShape, MoeShape
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -82,11 +82,11 @@ def _deepseek_v3(values: dict[str, Any], num_layers: int) -> MoeShape:
     top_k, groups, top_groups = values["num_experts_per_tok"], values["n_group"], values["topk_group"]
     if groups > 1 and top_k != 2 * top_groups:
         # The score of a group is the sum of its best two; Megatron takes the best top_k / topk_group.
-        raise UnsupportedError(
+        raise Unsupported(
             f"num_experts_per_tok={top_k} with topk_group={top_groups} is not supported; only twice topk_group"
         )
     if top_k > 1 and not values["norm_topk_prob"]:
-        raise UnsupportedError("norm_topk_prob=false is not supported with sigmoid scores; only true")
+        raise Unsupported("norm_topk_prob=false is not supported with sigmoid scores; only true")
     return replace(
         _deepseek_v2(values, num_layers),
         score_function="sigmoid",

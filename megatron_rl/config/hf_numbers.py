@@ -12,7 +12,7 @@ from typing import Any
 MAX_LAYERS = 10_000
 
 
-class UnsupportedError(ValueError):
+class Unsupported(ValueError):
     """A value that is valid and asks for something that is not computed here."""
 
 
@@ -47,7 +47,7 @@ def number(low: float = 0.0, high: float = 1e30) -> Kind:
 def only(*values: Any) -> Kind:
     """One of these; all others are unsupported."""
     words = f"not supported; only {' or '.join('null' if v is None else str(v) for v in values)}"
-    return Kind(words, lambda v: any(type(v) is type(w) and v == w for w in values), UnsupportedError)
+    return Kind(words, lambda v: any(type(v) is type(w) and v == w for w in values), Unsupported)
 
 
 def list_of(kind: Kind, words: str) -> Kind:
@@ -200,7 +200,7 @@ def values_of(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys that are read for this model_type, absent ones with what they stand for; KeyError is left to the reader.
 
     Raises:
-        ValueError: a key holds what it may not hold; UnsupportedError if it asks for something not computed here.
+        ValueError: a key holds what it may not hold; Unsupported if it asks for something not computed here.
     """
     family = raw["model_type"]
     kinds = _kinds_of(family)
@@ -220,17 +220,17 @@ def rope_of(raw: dict[str, Any], values: dict[str, Any]) -> tuple[float, dict[st
     """
     places = [values[key] for key in ("rope_scaling", "rope_parameters") if values[key]]
     if len(places) == 2 and places[0] != places[1]:
-        raise UnsupportedError("rope_scaling and rope_parameters that differ are not supported; only one of them")
+        raise Unsupported("rope_scaling and rope_parameters that differ are not supported; only one of them")
     rope: dict[str, Any] = places[0] if places else {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_NEEDS:
-        raise UnsupportedError(f"rope type {kind!r:.80} is not supported; one of {', '.join(_ROPE_NEEDS)}")
+        raise Unsupported(f"rope type {kind!r:.80} is not supported; one of {', '.join(_ROPE_NEEDS)}")
     if lacking := [key for key in _ROPE_NEEDS[kind] if rope.get(key) is None]:
-        raise UnsupportedError(f"rope type {kind!r} without {', '.join(lacking)} is not supported")
+        raise Unsupported(f"rope type {kind!r} without {', '.join(lacking)} is not supported")
     kinds = _ROPE_KINDS | {"partial_rotary_factor": _kinds_of(raw["model_type"])["partial_rotary_factor"]}
     for key, value in rope.items():
         if key not in kinds:
-            raise UnsupportedError(f"rope key {key!r:.80} is not supported; only {', '.join(kinds)}")
+            raise Unsupported(f"rope key {key!r:.80} is not supported; only {', '.join(kinds)}")
         kinds[key].check(key, value)
     for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if key in raw and key in rope and raw[key] != rope[key]:
@@ -242,5 +242,5 @@ def rope_of(raw: dict[str, Any], values: dict[str, Any]) -> tuple[float, dict[st
     percent = float(rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)))
     if kind == "yarn" and percent < 1:
         # YaRN's factor is in the scale of the scores, of which the features that are not rotated have a part.
-        raise UnsupportedError(f"rope type 'yarn' with partial_rotary_factor={percent} is not supported; only with 1")
+        raise Unsupported(f"rope type 'yarn' with partial_rotary_factor={percent} is not supported; only with 1")
     return float(rope.get("rope_theta", values["rope_theta"])), rope if kind != "default" else None, percent

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore
 
-from megatron_rl.cli_convert_run import is_launched
+from megatron_rl.cluster.bootstrap import is_launched
 from megatron_rl.cluster.ports import free_port
 from megatron_rl.weights import WeightsError, safetensors_file
 from megatron_rl.weights.convert import actions, one_file

@@ -32,7 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizer and config.json: all that the controller reads of a model."""
     path = tmp_path_factory.mktemp("model")
     tiny_tokenizer(VOCABULARY).save_pretrained(path)
-    facts = {"model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    facts = {
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_key_value_heads": 1,
+    }
     facts |= {"num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
     (path / "config.json").write_text(json.dumps(facts))
     return path
