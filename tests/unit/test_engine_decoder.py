@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.engines.embedded.decoder import Decoder
+from megatron_rl.engines.embedded.decoder import Decoder, _parts
 from megatron_rl.engines.embedded.fixed_shapes import FixedShapeDecoder
 from megatron_rl.engines.embedded.forward import ForwardPass
 from tests.tiny import tiny_model
@@ -164,6 +164,12 @@ def test_prompts_beyond_one_pass_are_split_and_put_together_in_order(
     logits = decoder.prefill(prompts, [[i] for i in range(6)], 0)
     for tokens, row in zip(prompts, logits, strict=True):
         torch.testing.assert_close(row, full_logits(qwen3, tokens)[-1], rtol=0, atol=2e-5)
+
+
+def test_long_prompts_get_a_pass_of_their_own_where_padding_the_others_would_cost_more() -> None:
+    prompts = [prompt(n) for n in (20, 16, 400, 18, 390)]
+    assert list(_parts(prompts)) == [[1, 3, 0], [4, 2]]
+    assert list(_parts([prompt(n) for n in (100, 150, 200)])) == [[0, 1, 2]]
 
 
 def test_prompt_log_probs_equal_the_full_forward_across_pieces(qwen3: Any) -> None:

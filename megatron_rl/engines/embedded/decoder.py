@@ -18,6 +18,8 @@ from .request import LogProbs, Tokens
 
 PREFILL_TOKENS = 8192
 """Most tokens, padding included, of one prefill pass: bounds its activations."""
+PASS_TOKENS = 256
+"""Padding that costs as much as another pass: longer prompts then get one of their own."""
 KV_STEP = 16
 """The attended length is rounded up to this: fewer distinct shapes, no measurable waste."""
 SPLIT_COST = 2**16
@@ -197,9 +199,12 @@ class Decoder:
 def _parts(prompts: Sequence[Tokens]) -> Iterator[list[int]]:
     """Indices of prompts that go through the model together: alike in length, PREFILL_TOKENS at most, or one."""
     part: list[int] = []
+    tokens = 0
     for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
-        if part and (len(part) + 1) * len(prompts[index]) > PREFILL_TOKENS:
+        tokens += len(prompts[index])
+        padded = (len(part) + 1) * len(prompts[index])
+        if part and (padded > PREFILL_TOKENS or padded - tokens > PASS_TOKENS):
             yield part
-            part = []
+            part, tokens = [], len(prompts[index])
         part.append(index)
     yield part
