@@ -83,7 +83,7 @@ def seconds_per_byte(target: Target, folder: Path) -> float:
     partial = path.with_name(f"{path.name}.partial")
     try:
         write_file(target.writer, target.files[0], path, True, trial)
-    except _EnoughError:
+    except _Enough:
         sync(partial)
     finally:
         for left in (path, partial):
@@ -91,7 +91,7 @@ def seconds_per_byte(target: Target, folder: Path) -> float:
     return (time.monotonic() - began) / max(1, trial.size)
 
 
-class _EnoughError(Exception):
+class _Enough(Exception):
     """The trial has seen its bytes."""
 
 
@@ -102,4 +102,4 @@ class _Trial:
     def advance(self, size: int) -> None:
         self.size += size
         if self.size >= TRIAL_BYTES:
-            raise _EnoughError
+            raise _Enough
