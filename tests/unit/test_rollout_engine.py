@@ -333,7 +333,7 @@ def test_every_token_has_the_log_prob_of_the_weights_that_it_says_sampled_it(eng
 def test_a_resumed_controller_goes_on_with_the_tokens_that_were_saved(engine, model, tmp_path):
     """Killed with a batch complete and others half-way: what was suspended is continued, not generated again."""
     rollout = {"max_response_tokens": 32, "max_prompt_tokens": 24, "segment_tokens": 4, "dynamic_sampling": "off"}
-    rollout |= {"partial_rollouts": True, "oversample": 2.0}
+    rollout |= {"partial_rollouts": True, "oversample": 4.0}
     cfg = config(tmp_path, model, [engine], deterministic=False, steps=3, rollout=rollout)
     with running_controller(cfg), ControllerClient(cfg.run_dir) as client:
         publish(engine, model, client, 0)
