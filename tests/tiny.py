@@ -8,6 +8,7 @@ test which forgets to load one of them fails.
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -166,3 +167,8 @@ def tiny_model(
     model.to(torch_dtype).save_pretrained(path)
     tiny_tokenizer(vocab_size).save_pretrained(path)
     return Path(path)
+
+
+def tiny_models(folder: Path, models: Mapping[str, Mapping[str, Any]], **common: Any) -> dict[str, Path]:
+    """Write several, each with its own settings of `tiny_model` and those in common, to folders of their names."""
+    return {name: tiny_model(folder / name, **{**common, **settings}) for name, settings in models.items()}

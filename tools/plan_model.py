@@ -101,16 +101,10 @@ def _as_rank(cfg: Config, rank: int) -> Iterator[None]:
     cpu_backend.install()
     from megatron.core import parallel_state, tensor_parallel
 
-    p = cfg.parallel
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=p.world_size or 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cfg.parallel.world_size or 1)
     try:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=p.tensor_model_parallel_size,
-            pipeline_model_parallel_size=p.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=p.virtual_pipeline_model_parallel_size,
-            context_parallel_size=p.context_parallel_size,
-            expert_model_parallel_size=p.expert_model_parallel_size,
-            expert_tensor_parallel_size=p.expert_tensor_parallel_size,
+            **cfg.parallel.group_sizes,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(cfg.seed)

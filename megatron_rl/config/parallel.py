@@ -49,6 +49,12 @@ class ParallelConfig(Section):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def group_sizes(self) -> dict[str, int | None]:
+        """The sizes of Megatron's process groups, in its own words; what is left over is data parallel."""
+        names = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
+        return {f"{name}_parallel_size": getattr(self, f"{name}_parallel_size") for name in names}
+
+    @property
     def microbatch_multiple(self) -> int:
         """Micro-batch counts are multiples of this: Megatron's interleaved schedule works in groups of PP."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1

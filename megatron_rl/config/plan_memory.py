@@ -199,7 +199,8 @@ def _activations(cfg: Config, hf: HfConfig, stage: int, in_flight: float) -> flo
     """Bytes kept for the backward pass; the stage's chunks are taken to be alike."""
     p = cfg.parallel
     layers = [layer for chunk in stage_layers(hf.num_layers, p)[stage] for layer in chunk]
-    kept = [_layer_features(cfg, hf, layer in hf.moe_layers) for layer in layers]
+    with_experts = set(hf.moe_layers)
+    kept = [_layer_features(cfg, hf, layer in with_experts) for layer in layers]
     tokens, width = _tokens(cfg), width_of(cfg)
     if p.recompute == "full":
         return tokens * width * (len(kept) * _hidden(cfg, hf) * in_flight + max(kept, default=0))
@@ -252,13 +253,14 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
     from megatron_rl.routes import RouteStore  # loads numpy, which no other setting needs
 
     assert hf.moe is not None
-    layers, stages = len(hf.moe_layers), stage_layers(hf.num_layers, cfg.parallel)
+    with_experts, stages = set(hf.moe_layers), stage_layers(hf.num_layers, cfg.parallel)
+    layers = len(with_experts)
     numbers = tokens * layers * hf.moe.top_k
     sent = tokens * hf.num_layers * hf.moe.top_k * 4 * 4 / 3  # layers without experts, too
     a_token = RouteStore("", layers, hf.moe.top_k, hf.moe.num_experts).bytes_per_token
     alive, saved, checkpoints = _groups_with_routes(cfg)
     group = cfg.rollout.group_size * longest_sequence(cfg) * a_token
-    most = max(sum(layer in hf.moe_layers for chunk in stage for layer in chunk) for stage in stages)
+    most = max(sum(layer in with_experts for chunk in stage for layer in chunk) for stage in stages)
     p = cfg.parallel
     sharing = p.data_parallel_size * p.context_parallel_size
     read = tokens * a_token * most / layers / (sharing * (p.tensor_model_parallel_size if p.sequence_parallel else 1))

@@ -80,7 +80,8 @@ def shard(hf: HfConfig, model: ModelConfig, parallel: ParallelConfig, stage: int
     """Parameters of any rank of pipeline stage `stage`: all of them hold equally many."""
     layers = [layer for chunk in stage_layers(hf.num_layers, parallel)[stage] for layer in chunk]
     tp, last = parallel.tensor_model_parallel_size, stage == parallel.pipeline_model_parallel_size - 1
-    moe = [layer for layer in layers if layer in set(hf.moe_layers)]
+    with_experts = set(hf.moe_layers)
+    moe = [layer for layer in layers if layer in with_experts]
     dense = len(layers) * (_attention(hf, tp) + 2 * hf.hidden_size)
     dense += (len(layers) - len(moe)) * _gated_mlp(hf.hidden_size, hf.ffn_hidden_size, tp)
     expert = 0

@@ -99,12 +99,7 @@ def initialize(
     if not dist.is_initialized():
         _join(place, "gloo" if on_cpu else "nccl", timeout_s)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel_cfg.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel_cfg.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel_cfg.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel_cfg.context_parallel_size,
-        expert_model_parallel_size=parallel_cfg.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel_cfg.expert_tensor_parallel_size,
+        **parallel_cfg.group_sizes,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s / 60)),
     )
     random.seed(seed)

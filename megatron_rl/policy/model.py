@@ -185,15 +185,10 @@ def _check_layout(hf: HfConfig, parallel_cfg: ParallelConfig) -> None:
 def _parallel_options(parallel_cfg: ParallelConfig) -> dict[str, Any]:
     interleaved = parallel_cfg.virtual_pipeline_model_parallel_size is not None
     return {
-        "tensor_model_parallel_size": parallel_cfg.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel_cfg.pipeline_model_parallel_size,
+        **parallel_cfg.group_sizes,
         "num_layers_in_first_pipeline_stage": parallel_cfg.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": parallel_cfg.num_layers_in_last_pipeline_stage,
-        "virtual_pipeline_model_parallel_size": parallel_cfg.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": parallel_cfg.context_parallel_size,
         "cp_comm_type": parallel_cfg.context_parallel_exchange,  # Transformer Engine's name for it
-        "expert_model_parallel_size": parallel_cfg.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel_cfg.expert_tensor_parallel_size,
         "sequence_parallel": parallel_cfg.sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # With interleaving at PP 2, both directions go to the same peer and batched sends are matched by their order:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_rl.policy.batch import Routes, SequenceBatch
 from megatron_rl.policy.routes import ArrayRoutes, local_routes
 from megatron_rl.policy.routing_tally import Tally
-from megatron_rl.routes.store import MOST_SMALL
+from megatron_rl.routes.store import id_dtype
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
@@ -251,9 +251,5 @@ class _Step:
             compared = {name: sets[slot] for name, sets in self._compare.items()}
             run.tally.add(choice.layer, choice.distribution(scores), live, used, self._sequence, compared, replayed)
         if run._record:
-            self.live[choice.layer] = live.to(_small(run.routing.shape.num_experts))
+            self.live[choice.layer] = live.to(getattr(torch, id_dtype(run.routing.shape.num_experts).name))
         return used
-
-
-def _small(num_experts: int) -> Any:
-    return torch.uint8 if num_experts <= MOST_SMALL else torch.int16

@@ -16,7 +16,7 @@ import numpy as np
 import pybase64
 
 from megatron_rl.routes import RouteStore
-from megatron_rl.routes.store import MOST_SMALL, Rows, holds_doubled
+from megatron_rl.routes.store import Rows, holds_doubled, id_dtype
 
 from .protocol import Prompt
 
@@ -75,7 +75,7 @@ class RouteFormat:
         if layers.size and int(layers.view(np.uint32).max()) >= self.num_experts:
             wrong = layers[layers.view(np.uint32) >= self.num_experts][0]
             raise ValueError(f"holds expert {wrong}, of {self.num_experts}; does this engine serve another model?")
-        narrow = layers.astype(np.uint8 if self.num_experts <= MOST_SMALL else np.int16)
+        narrow = layers.astype(id_dtype(self.num_experts))
         if holds_doubled(narrow):
             raise ValueError("holds an expert twice for one token, which no router chooses; the engine is broken")
         return narrow

@@ -25,8 +25,6 @@ Rows = NDArray[Any]
 """Expert ids [rows, layers, top_k] or [layers, rows, top_k], of any integer type."""
 NO_ROUTE = -1
 """Stands where nobody knows which experts a token was routed to."""
-MOST_SMALL = 256
-"""Experts of a layer that fit one byte."""
 
 
 class RoutesError(RuntimeError):
@@ -64,7 +62,7 @@ class RouteStore:
     def __init__(self, folder: str | Path, num_layers: int, top_k: int, num_experts: int) -> None:
         self.folder = Path(folder)
         self.num_layers, self.top_k, self.num_experts = num_layers, top_k, num_experts
-        self.dtype = np.dtype(np.uint8 if num_experts <= MOST_SMALL else np.int16)
+        self.dtype = id_dtype(num_experts)
         self._writer, self._turn = secrets.token_hex(4), threading.Lock()
         self._suffix = f".{num_layers}x{top_k}x{num_experts}.{self.dtype.kind}{self.dtype.itemsize}"
 
@@ -167,6 +165,11 @@ class RouteStore:
             sync(self.folder / name)
         if files:
             sync(self.folder)
+
+
+def id_dtype(num_experts: int) -> np.dtype[Any]:
+    """The smallest type for the ids of a layer's experts: one byte holds 256."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
 
 
 def holds_doubled(rows: Rows) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.weights import WeightsError, fp8
 from megatron_rl.weights.families import family_of
+from megatron_rl.weights.finite import is_finite
 from megatron_rl.weights.layouts import Shard
 from megatron_rl.weights.mapping import Family, Mapped, mapped_parameters
 from megatron_rl.weights.reader import SafetensorsReader, some_names
@@ -82,8 +83,7 @@ def _load(mapped: Mapped, sources: Sequence[Stored], path: Path, shard: Shard, h
             f"{list(mapped.parameter.shape)}; config.json and weights do not belong together"
         )
     mapped.parameter.copy_(local)
-    # Without a copy, and where the parameter is: bound by memory, far faster than what was read.
-    if not all(bool(torch.isfinite(end)) for end in torch.aminmax(mapped.parameter)):
+    if not is_finite(mapped.parameter):  # where the parameter is: far faster than what was read
         raise WeightsError(_not_finite(mapped, sources, path))
 
 

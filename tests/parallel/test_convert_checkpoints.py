@@ -17,7 +17,7 @@ from tests.convert_models import Silent, convert
 from tests.parallel.dense_models import LAYOUTS, MODELS, VOCAB_SIZE
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import layout, local_part, make_batch, make_config
-from tests.tiny import tiny_model
+from tests.tiny import tiny_models
 
 pytestmark = pytest.mark.parallel
 TRAINED = Path("run", "checkpoints", "step-000001")
@@ -55,7 +55,7 @@ def load_converted(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str]
     with layout(make_config("unused", LAYOUTS["tp2-pp2"])):
         for model, path in paths.items():
             found[model, STOCK] = load_into_stock_megatron(path, folder / model, LAYOUTS["tp2-pp2"])
-    train_and_save(paths["qwen3-tied"], folder / "run")
+    train_and_save(paths["qwen3-tied"], folder / "run", LAYOUTS[TRAINED_IN])
     distributed.shutdown()
     return found
 
@@ -96,11 +96,11 @@ def load_into_stock_megatron(path: Path, converted: Path, parallel: dict[str, An
     return [name for name, tensor in export_hf_weights([model], hf) if not torch.equal(tensor, source[name])]
 
 
-def train_and_save(path: Path, run_dir: Path) -> None:
-    """One update, so that the optimizer has a state; then its checkpoint."""
+def train_and_save(path: Path, run_dir: Path, options: dict[str, Any]) -> None:
+    """One update in a layout, so that the optimizer has a state; then its checkpoint."""
     from megatron_rl.policy.policy import Policy
 
-    cfg = make_config(path, LAYOUTS[TRAINED_IN], dtype="bfloat16")
+    cfg = make_config(path, options, dtype="bfloat16")
     with layout(cfg) as dp_rank:
         policy = Policy.build(cfg)
         policy.sft_step(*local_part(make_batch(VOCAB_SIZE), cfg, dp_rank), 1e-2)
@@ -137,11 +137,7 @@ def verify_two(good: Path, bad: Path, reference: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        name: tiny_model(folder / name, layers=4, vocab_size=VOCAB_SIZE, **settings)
-        for name, settings in MODELS.items()
-    }
+    return tiny_models(tmp_path_factory.mktemp("models"), MODELS, layers=4, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
 from tests.convert_models import Silent, convert
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import layout, local_part, make_batch, make_config
-from tests.parallel.test_convert_checkpoints import load_into_stock_megatron
-from tests.tiny import tiny_model
+from tests.parallel.policy_setup import layout, make_config
+from tests.parallel.test_convert_checkpoints import load_into_stock_megatron, load_resharded, train_and_save
+from tests.tiny import tiny_models
 
 pytestmark = pytest.mark.parallel
 
@@ -95,38 +95,9 @@ def load_converted(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str]
         for model, path in paths.items():
             if model not in WITHOUT_STOCK:
                 found[model, STOCK] = load_into_stock_megatron(path, folder / model, STOCK_IN)
-    train_and_save(paths["qwen3_moe-dense-layer"], folder / "run")
+    train_and_save(paths["qwen3_moe-dense-layer"], folder / "run", LAYOUTS[TRAINED_IN])
     distributed.shutdown()
     return found
-
-
-def train_and_save(path: Path, run_dir: Path) -> None:
-    from megatron_rl.policy.policy import Policy
-
-    cfg = make_config(path, LAYOUTS[TRAINED_IN], dtype="bfloat16")
-    with layout(cfg) as dp_rank:
-        policy = Policy.build(cfg)
-        policy.sft_step(*local_part(make_batch(VOCAB_SIZE), cfg, dp_rank), 1e-2)
-        policy.save(run_dir, 1, {}, None)
-
-
-def load_resharded(path: Path, source: Path, out: Path) -> None:
-    """Read a training state in another layout and write it again."""
-    import torch.distributed as dist
-
-    from megatron_rl.policy import distributed
-    from megatron_rl.policy.policy import Policy
-    from megatron_rl.policy.sharded_state import load_training_state, save_training_state
-
-    cfg = make_config(path, {"pipeline_model_parallel_size": 2}, dtype="bfloat16")
-    with layout(cfg):
-        policy = Policy.build(cfg)
-        load_training_state(source, policy.chunks, policy.optimizer, None)
-        if dist.get_rank() == 0:
-            out.mkdir()
-        dist.barrier()
-        save_training_state(out, policy.chunks, policy.optimizer, None)
-    distributed.shutdown()
 
 
 def verify_all(paths: dict[str, Path], good: Path, bad: Path) -> dict[str, list[Any]]:
@@ -143,11 +114,7 @@ def verify_all(paths: dict[str, Path], good: Path, bad: Path) -> dict[str, list[
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        name: tiny_model(folder / name, layers=4, vocab_size=VOCAB_SIZE, **settings)
-        for name, settings in MODELS.items()
-    }
+    return tiny_models(tmp_path_factory.mktemp("models"), MODELS, layers=4, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.parallel.dense_models import LAYOUTS, MODELS, PLAIN, RANKS, VOCAB_SIZE
 from tests.parallel.launch import RankError, run_ranks, this_rank
-from tests.tiny import tiny_model
+from tests.tiny import tiny_models
 
 pytestmark = pytest.mark.parallel
 
@@ -165,11 +165,7 @@ def export_wrapped(path: Path, parallel_cfg: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        name: tiny_model(folder / name, layers=4, vocab_size=VOCAB_SIZE, **settings)
-        for name, settings in MODELS.items()
-    }
+    return tiny_models(tmp_path_factory.mktemp("models"), MODELS, layers=4, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_ranks_write_the_bytes_of_one_process_and_read_each_number_once(hf: Path
 def test_after_a_killed_rank_another_number_of_ranks_goes_on(hf: Path, tmp_path: Path) -> None:
     def killed(team: Team) -> None:
         if team.rank == 1:
-            written, original = [0], one_file._is_finite
+            written, original = [0], one_file.is_finite
 
             def dying(data: torch.Tensor) -> bool:
                 written[0] += 1
@@ -96,7 +96,7 @@ def test_after_a_killed_rank_another_number_of_ranks_goes_on(hf: Path, tmp_path:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(data)
 
-            one_file._is_finite = dying  # this process is a fork
+            one_file.is_finite = dying  # this process is a fork
         cast(hf, tmp_path / "out").run(Options(LEAST_MEMORY), Silent(), team)
 
     first = as_ranks(3, killed, stale_s=1.0)

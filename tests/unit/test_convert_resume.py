@@ -95,7 +95,7 @@ def die_when(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: i
 # In the middle of the second file; before the second file has its name; when it has, but the journal (written once at
 # the beginning) does not know it; before the whole directory has its name.
 MOMENTS = {
-    "writing": (one_file, "_is_finite", 17),
+    "writing": (one_file, "is_finite", 17),
     "finished": (one_file.os, "fsync", 4),
     "unrecorded": (journal.Journal, "_save", 3),
     "complete": (job, "_complete", 1),

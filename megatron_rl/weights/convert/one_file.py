@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import torch
 import xxhash
 from torch import Tensor
 
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.tensors import Rows, blocks, size_of
+from megatron_rl.weights.finite import is_finite
 
 _STEP_BYTES, _SEND_BYTES, _PENDING_BYTES = 2**20, 16 * 2**20, 48 * 2**20
 
@@ -67,7 +67,7 @@ def write_file(
         stream = _Hashing(_Whole(raw))  # type: ignore[arg-type]
         writer = begin(file, stream)  # type: ignore[arg-type]
         for tensor, first, data in _all_blocks(file.tensors):
-            if not _is_finite(data) and tensor.name not in not_finite:
+            if not is_finite(data) and tensor.name not in not_finite:
                 if not allow_nan:
                     raise WeightsError(
                         f"{tensor.name}: NaN or infinity in rows {first} to {first + len(data)}; the source is not "
@@ -140,11 +140,3 @@ def _all_blocks(tensors: Sequence[Rows]) -> Iterator[tuple[Rows, int, Tensor]]:
     for tensor in tensors:
         for begin, end in blocks(tensor):
             yield tensor, begin, tensor.rows(begin, end)
-
-
-def _is_finite(data: Tensor) -> bool:
-    if not data.dtype.is_floating_point or data.numel() == 0 or data.dtype.itemsize == 1:
-        return True
-    # One pass without a temporary: NaN comes through as both, infinity as one of them.
-    low, high = torch.aminmax(data)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
