@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import gc
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,10 @@ from megatron_rl.rollout.sample import Group, Sample  # noqa: E402
 from tools.bench_common import load_average, spread  # noqa: E402
 
 VOCABULARY = 151_936
+RID = b"s000000000-000.0000"
+"""Stands in the prepared answer where the name of the request belongs."""
+NAME = re.compile(rb'\{"rid":\["([^"]+)"\]')
+"""How a request begins (see `generate_request`)."""
 PROMPT_TOKENS = 256
 OWN_SETTINGS = "bare (Python's own collector settings)"
 Side = Callable[[int], Awaitable[None]]
@@ -59,7 +64,7 @@ def prepared_answer(tokens: int) -> bytes:
     ids = rng.integers(0, VOCABULARY, tokens).tolist()
     log_probs = (-rng.exponential(1.0, tokens)).astype(np.float32).tolist()
     meta = {
-        "id": "s000000000-000.0000",
+        "id": RID.decode(),
         "finish_reason": {"type": "length", "length": tokens},
         "prompt_tokens": PROMPT_TOKENS,
         "weight_version": "3",
@@ -79,7 +84,7 @@ def prepared_answer(tokens: int) -> bytes:
 
 
 class Prepared(asyncio.Protocol):
-    """The least HTTP server: the answer to a request is chosen by its path."""
+    """The least HTTP server: the answer to a request is chosen by its path, and names that request."""
 
     answers: dict[bytes, bytes]
 
@@ -97,8 +102,11 @@ class Prepared(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self._received) < end + 4 + length:
                 return
+            asked = bytes(self._received[end + 4 : end + 4 + length])
             del self._received[: end + 4 + length]
             body = self.answers.get(head.split(b" ", 2)[1].split(b"?")[0], b"{}")
+            if found := NAME.match(asked):
+                body = body.replace(RID, found[1], 1)
             start = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
             self._transport.write(start + body)
 

@@ -57,7 +57,8 @@ def assert_engine_and_trainer_route_alike(run: FinishedRun, inputs: Path) -> Non
         assert row["routing/mismatch_engine"] < 1e-3  # two experts whose scores are equal to the last digits
         assert 0 < row["routing/entropy"] < 2.08  # log 8
         assert row["optimizer/skipped"] == 0
-    assert max(row["policy/clip_fraction_sequences"] for row in run.steps) > 0  # the second of two updates
+    # The second of two updates; whether it moves a sequence far enough to be clipped is up to what was drawn.
+    assert max(row["policy/kl_old"] for row in run.steps) > 0
     for step in range(3):
         table = pq.read_table(run.folder / "rollouts" / f"step-{step + 1:06d}.parquet")
         assert set(table["weight_version_first"].to_pylist()) == {step}
