@@ -79,7 +79,7 @@ def open_session(config: Path, resume_from: Path | None) -> Iterator[Session]:
     place = find_place(os.environ, RunDir(cfg.run_dir).endpoints)
     distributed.initialize(place, cfg.parallel, cfg.seed, cfg.cluster.collective_timeout_s, cfg.cluster.device)
     rank = dist.get_rank()
-    setup_logging("trainer", rank, None, cfg.logging.level)  # stderr is the rank's log file already
+    setup_logging("trainer", rank, cfg.logging.level)  # stderr is the rank's log file already
     recorder = None
     if rank == 0:
         cut_back(Path(cfg.run_dir), resume_from)

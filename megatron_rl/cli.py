@@ -133,7 +133,7 @@ def slurm(
         _print_plan(cfg, make_plan(cfg, hf), unchecked, plan_rows(cfg, cpus, gpus))
         return
     inputs = check_inputs(cfg)
-    setup_logging("job", 0, None, cfg.logging.level)
+    setup_logging("job", 0, cfg.logging.level)
     start = Start(
         lambda: checkpoint_to_resume(cfg, inputs.prompts, None),
         (lambda: checkpoint_to_resume(cfg, inputs.prompts, resume_from)) if resume or resume_from is not None else None,
@@ -198,7 +198,7 @@ def serve(
 
     if config is not None and supervised:
         cfg = load_config(config)
-        setup_logging("supervisor", replica, None, cfg.logging.level)  # stderr is the engine's log file
+        setup_logging("supervisor", replica, cfg.logging.level)  # stderr is the engine's log file
         if per_node is not None:
             raise typer.Exit(supervise_node(cfg, config, per_node, host, logs))
         raise typer.Exit(supervise_engine(cfg, config, replica))

@@ -370,7 +370,7 @@ def _one_rank(cfg: Config, prompts: int, file: Path, reload_engine: bool) -> Non
         cfg.cluster.collective_timeout_s,
         cfg.cluster.device,
     )
-    setup_logging("trainer", dist.get_rank(), None, cfg.logging.level)
+    setup_logging("trainer", dist.get_rank(), cfg.logging.level)
     progress = Progress("parity", mode=cfg.logging.console if dist.get_rank() == 0 else "quiet")
     try:
         progress.__enter__()

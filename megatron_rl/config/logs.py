@@ -13,7 +13,7 @@ class LoggingConfig(Section):
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
     """`auto`: a live display on a terminal, one line a step elsewhere."""
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Lowest level written to the log files."""
+    """Lowest level of our own lines in the log files; of other packages, WARNING."""
     tensorboard: bool = True
     """Write RUN/tensorboard."""
     wandb: bool = False

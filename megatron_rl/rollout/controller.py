@@ -283,7 +283,7 @@ def run_controller(cfg: Config, host: str = "127.0.0.1", outlive_term: bool = Fa
 
     Exits with status 1 when it cannot start (prompts, verifiers, engines); the last line of its log says why.
     """
-    setup_logging("controller", 0, None, cfg.logging.level)  # stderr is the role's log file already
+    setup_logging("controller", 0, cfg.logging.level)  # stderr is the role's log file already
     look_less_often()
     try:
         asyncio.run(_until_signal(cfg, host, outlive_term))

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_rl.cluster.engine_process import Engine, RestartLimit
 from megatron_rl.cluster.engine_supervisor import supervise
 from megatron_rl.monitor.logs import setup_logging
-setup_logging("supervisor", 0, None, "INFO")
+setup_logging("supervisor", 0)
 argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
 endpoint = Path(sys.argv[2]) / "endpoint"
 engines = [Engine("the engine", argv, endpoint, RestartLimit(2, 3600.0))]
@@ -45,7 +45,7 @@ from megatron_rl.cluster.engine_supervisor import supervise
 from megatron_rl.cluster.fellows import Fellows
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.monitor.logs import setup_logging
-setup_logging("supervisor", 0, None, "INFO")
+setup_logging("supervisor", 0)
 run, scripts = RunDir(sys.argv[1]), sys.argv[2:]
 run.endpoints.mkdir()
 engines = []
@@ -70,7 +70,7 @@ from megatron_rl.cluster.engine_process import Engine, Patience, RestartLimit
 from megatron_rl.cluster.engine_supervisor import supervise
 from megatron_rl.cluster.ports import free_port
 from megatron_rl.monitor.logs import setup_logging
-setup_logging("supervisor", 0, None, "INFO")
+setup_logging("supervisor", 0)
 port = free_port()
 argv = [sys.executable, "-c", sys.argv[1], sys.argv[2], str(port)]
 patience = Patience(f"http://127.0.0.1:{port}", "the key", float(sys.argv[3]), float(sys.argv[4]))
