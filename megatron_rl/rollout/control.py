@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .fanout import FanOut, Replies
+from .fanout import FanOut
 from .protocol import EngineError, TransportError
 from .weight_update import Checksums, WeightUpdate, read_checksums
 
@@ -23,28 +22,13 @@ STOP_S = 10.0
 """How long `each` goes on when the run is to end: a replica that is well needs less."""
 
 
-@dataclass(frozen=True)
-class WeightsHeld:
-    """What an update has come to.
-
-    Attributes:
-        urls: replicas that hold the new weights, verified.
-        failed: by URL why the others do not.
-        checksum: over all parameters of one engine, where engines report it.
-    """
-
-    urls: list[str]
-    failed: dict[str, EngineError]
-    checksum: str | None
-
-
 class EngineControl:
     """Talks to every replica directly (routers do not forward control calls).
 
     Args:
         urls: base URLs of all replicas.
         timeout_s: deadline of one call to this class, over all replicas and steps.
-        patience_s: how long a weight update that reached no replica waits for one: they may be restarting.
+        patience_s: how long to wait for a replica when a weight update has reached none: they may be restarting.
         api_key: bearer token of the engines, if they want one.
         logs: by URL, where an engine writes its log; messages say so.
 
@@ -81,39 +65,26 @@ class EngineControl:
         whom = self.urls if urls is None else urls
         return WeightUpdate(self.calls, whom, version, deadline=deadline, interrupted=interrupted)
 
-    def update_from_disk(
-        self,
-        path: str | Path,
-        version: int,
-        interrupted: Callable[[], bool] = lambda: False,
-        paths: Mapping[str, str] | None = None,
-    ) -> WeightsHeld:
+    def update_from_disk(self, path: str | Path, version: int) -> WeightUpdate:
         """Load the weights at `path` (a Hugging Face directory that the engines can read) as `version`.
 
         pause(retract) -> flush_cache -> update_weights_from_disk -> checksums equal -> continue -> /model_info says so.
-        A replica that fails stays paused, and others go on. Given up as soon as `interrupted()`.
-
-        Args:
-            paths: by URL, where a replica reads a copy instead.
+        A replica that fails stays paused, and others go on.
 
         Raises:
-            EngineError: no replica holds the weights, and none came back within `patience_s`.
+            EngineError: no replica holds the weights.
         """
-        give_up = time.monotonic() + self.patience_s
-        while True:
-            update = self.begin_update(version, None, interrupted)
-            update.pause("retract")
-            update.load_from_disk(path, paths or {}, flush=True)
-            update.compare()
-            update.resume()
-            update.disown()
-            if update.left:
-                return WeightsHeld(update.left, update.failed, update.overall)
-            error = nobody_holds(version, update.failed)
-            if not isinstance(error, TransportError) or not self.wait_for_one(give_up, interrupted):
-                raise error
+        update = self.begin_update(version)
+        update.pause("retract")
+        update.load_from_disk(path, {}, flush=True)
+        update.compare()
+        update.resume()
+        update.disown()
+        if not update.left:
+            raise nobody_holds(version, update.failed)
+        return update
 
-    def wait_for_one(self, give_up: float, interrupted: Callable[[], bool] = lambda: False) -> list[str]:
+    def wait_for_one(self, give_up: float, interrupted: Callable[[], bool]) -> list[str]:
         """Replicas that answer /ready, waiting for the first one until `give_up` (`time.monotonic`); none = []."""
         log.warning("no engine can be reached; waiting up to %.0f s for one", max(0.0, give_up - time.monotonic()))
         while (left := give_up - time.monotonic()) > 0:
@@ -124,7 +95,8 @@ class EngineControl:
 
     def checksums(self) -> dict[str, Checksums]:
         """Per replica and tensor-parallel rank: parameter name -> checksum."""
-        answers = self._post("/weights_checker", {"action": "checksum"}).require_all("checksums")
+        bodies = {url: {"action": "checksum"} for url in self.urls}
+        answers = self.calls.post("/weights_checker", bodies, self.timeout_s).result().require_all("checksums")
         return {url: read_checksums(url, answer) for url, answer in answers.items()}
 
     # ------------------------------------------------------------------------------------------------------- state
@@ -181,9 +153,6 @@ class EngineControl:
             return bool(since) and time.monotonic() >= since[0] + STOP_S
 
         return give_up
-
-    def _post(self, path: str, body: Any) -> Replies:
-        return self.calls.post(path, dict.fromkeys(self.urls, body), self.timeout_s).result()
 
 
 def nobody_holds(version: int, failed: Mapping[str, EngineError]) -> EngineError:

@@ -69,31 +69,29 @@ class Pending:
         Raises:
             Interrupted: `interrupted()` came first; what is on its way is given up.
         """
-        replies, given_up = self._wait(interrupted)
-        if given_up:
-            raise Interrupted("interrupted: the run is to end")
-        return replies
+        if self._ends_before(interrupted):
+            return self.so_far()
+        self.cancel()
+        raise Interrupted("interrupted: the run is to end")
 
     def result_unless(self, give_up: Callable[[], bool]) -> Replies:
         """Wait for all; those that have not answered when `give_up()` have failed. Never raises for a replica."""
-        return self._wait(give_up)[0]
+        if not self._ends_before(give_up):
+            self.cancel()
+        return self.so_far()
 
-    def _wait(self, give_up: Callable[[], bool], cancel: bool = True) -> tuple[Replies, bool]:
-        while wait(self._futures.values(), POLL_S).not_done:
-            if give_up():
-                if cancel:
-                    self.cancel()
-                return self.so_far(), True
-        return self.so_far(), False
-
-    def result_within(self, seconds: float, interrupted: Callable[[], bool] = lambda: False) -> Replies:
+    def result_within(self, seconds: float, interrupted: Callable[[], bool]) -> Replies:
         """What has come after so long; the rest stays on its way. Raises Interrupted as `result`."""
         deadline = time.monotonic() + seconds
-        replies, given_up = self._wait(lambda: interrupted() or time.monotonic() >= deadline, cancel=False)
-        if given_up and interrupted():
-            self.cancel()
-            raise Interrupted("interrupted: the run is to end")
-        return replies
+        if not self._ends_before(lambda: interrupted() or time.monotonic() >= deadline) and interrupted():
+            return self.result(interrupted)
+        return self.so_far()
+
+    def _ends_before(self, give_up: Callable[[], bool]) -> bool:
+        while wait(self._futures.values(), POLL_S).not_done:
+            if give_up():
+                return False
+        return True
 
     def cancel(self) -> None:
         """Close the connections that are still waiting."""

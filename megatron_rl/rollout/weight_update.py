@@ -140,8 +140,8 @@ class WeightUpdate:
             "model_info",
         )
 
-    def probe(self, tokens: Sequence[int], expected: LogProbs | None, tolerance: float) -> None:
-        """The log-probs of a short text must be those of the trainer, and of the other replicas.
+    def probe(self, tokens: Sequence[int], expected: LogProbs, tolerance: float) -> None:
+        """The log-probs of a short text must be those of the trainer.
 
         A replica that is too busy to say them keeps the weights, whose checksums were right, until `late_probe`.
 
@@ -157,7 +157,7 @@ class WeightUpdate:
             "logprob_start_len": 0,
         }
         self._probes = self._calls.post("/generate", dict.fromkeys(self.left, body), LATE_PROBE_S)
-        self._probing = partial(wrong_answers, len(tokens), expected, tolerance)
+        self._probing = partial(wrong_answers, expected, tolerance)
         replies = self._probes.result_within(min(PROBE_TIMEOUT_S, self._remaining()), self._interrupted)
         self.unprobed = [url for url in self.left if url not in replies.answers and url not in replies.failures]
         if self.unprobed:
@@ -190,14 +190,13 @@ class WeightUpdate:
     def _flush(self) -> None:
         """Requests may still be leaving: try for a few seconds."""
         waiting, last = list(self.left), Replies()
-        for attempt in range(FLUSH_ATTEMPTS):
+        for _ in range(FLUSH_ATTEMPTS):
             last = self._call("/flush_cache", {}, waiting)
             waiting = [url for url, error in last.failures.items() if not isinstance(error, TransportError)]
             self._drop({url: e for url, e in last.failures.items() if url not in waiting}, "flush_cache")
             if not waiting:
                 return
-            if attempt < FLUSH_ATTEMPTS - 1:
-                time.sleep(FLUSH_PAUSE_S)
+            time.sleep(FLUSH_PAUSE_S)
         self._drop(last.failures, "flush_cache")
 
     def _post(self, path: str, body: Any, timeout_s: float | None = None) -> dict[str, Any]:
@@ -236,21 +235,29 @@ def read_checksums(url: str, answer: Any) -> Checksums:
         raise EngineError(f"engine {url}: the answer has no ranks[].checksums ({error!r})") from error
 
 
-def wrong_answers(count: int, expected: LogProbs | None, tolerance: float, replies: Replies) -> dict[str, EngineError]:
-    """Of a probe of `count` tokens: replicas that say no log-probs, or others; see `differences`."""
-    found, wrong = {}, {}
+def wrong_answers(expected: LogProbs, tolerance: float, replies: Replies) -> dict[str, EngineError]:
+    """Of a probe: replicas that say no log-probs, or some further than `tolerance` from the trainer's."""
+    wrong = {}
     for url, answer in replies.answers.items():
         try:
             entries = answer["meta_info"]["input_token_logprobs"]
-            found[url] = np.array([entry[0] for entry in entries[1:]], np.float32)
-            if found[url].shape != (count - 1,):
+            log_probs = np.array([entry[0] for entry in entries[1:]], np.float32)
+            if log_probs.shape != expected.shape:
                 raise ValueError(f"{len(entries)} entries")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             wrong[url] = EngineError(
-                f"engine {url}: no log-prob for each of the {count} tokens of the probe ({error!r})"
+                f"engine {url}: no log-prob for each of the {len(expected) + 1} tokens of the probe ({error!r})"
             )
-            found.pop(url, None)
-    return wrong | differences(found, expected, tolerance)
+            continue
+        distance = np.abs(log_probs - expected)
+        if not distance.max() <= tolerance:  # NaN is wrong, too
+            place = int(distance.argmax())
+            wrong[url] = EngineError(
+                f"engine {url}: the log-prob of token {place + 1} of the probe is {log_probs[place]:.4g}, the "
+                f"trainer's is {expected[place]:.4g}, further than engine.probe_tolerance={tolerance:g}; do "
+                "engine.dtype, model and the names of all tensors fit?"
+            )
+    return wrong
 
 
 def disagreements(held: Mapping[str, Checksums], reference: Mapping[int, Checksums]) -> dict[str, EngineError]:
@@ -281,22 +288,3 @@ def _difference(mine: Checksums, theirs: Checksums) -> str:
         if names:
             return f"{len(names)} parameters of rank {rank}, first {names[0]}; do both read the same directory?"
     return "nothing"
-
-
-def differences(found: Mapping[str, LogProbs], expected: LogProbs | None, tolerance: float) -> dict[str, EngineError]:
-    """Replicas whose log-probs are further than `tolerance` from the trainer's; without those, from the median's."""
-    if not found:
-        return {}
-    right = np.median(list(found.values()), axis=0) if expected is None else expected
-    whose = "the median of all engines" if expected is None else "the trainer's"
-    wrong = {}
-    for url, log_probs in found.items():
-        worst = float(np.abs(log_probs - right).max())
-        if not worst <= tolerance:  # NaN is wrong, too
-            place = int(np.abs(log_probs - right).argmax())
-            wrong[url] = EngineError(
-                f"engine {url}: the log-prob of token {place + 1} of the probe is {log_probs[place]:.4g}, {whose} is "
-                f"{right[place]:.4g}, further than engine.probe_tolerance={tolerance:g}; do engine.dtype, model and "
-                "the names of all tensors fit?"
-            )
-    return wrong

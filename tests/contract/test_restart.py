@@ -75,9 +75,10 @@ def test_an_engine_comes_back_at_its_address_with_the_published_weights(
 ) -> None:
     url = str(supervised.endpoint()["url"])
     weights = supervised.run_dir / "weights"
-    control = EngineControl([url], timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
+    control = EngineControl([url], timeout_s=PATIENCE_S)
     supervised.kill()
-    checksum = control.update_from_disk(models[1], 4).checksum  # waits until it listens again
+    control.wait_ready()
+    checksum = control.update_from_disk(models[1], 4).overall
     assert checksum is not None
     announce(weights, CurrentWeights(4, str(models[1]), checksum))
     supervised.kill()

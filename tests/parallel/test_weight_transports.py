@@ -327,7 +327,7 @@ def test_a_killed_trainer_leaves_engines_that_answer_at_once_and_can_be_reloaded
     with pytest.raises(RankError, match=r"exit codes \[-9\]"):
         run_ranks(1, die_in_mid_update, model, tmp_path, urls, timeout=120)
     control = EngineControl(urls, timeout_s=DEADLINE_S)
-    assert control.update_from_disk(model, 5).urls == urls
+    assert control.update_from_disk(model, 5).left == urls
     control.close()
     assert checksums(urls) == published[0]["original"]
 

@@ -15,12 +15,15 @@ from aiohttp import web
 
 from megatron_rl.rollout import control as control_module
 from megatron_rl.rollout import weight_update
-from megatron_rl.rollout.control import EngineControl, WeightsHeld
+from megatron_rl.rollout.control import EngineControl
 from megatron_rl.rollout.protocol import EngineError, TransportError
+from megatron_rl.rollout.weight_update import WeightUpdate
 from tests.unit.fake_sglang import FakeEngine, resets, says
 
 T = TypeVar("T")
 WEIGHTS = "/weights/v000003"
+TRAINERS = np.array([-1.0, -2.0], np.float32)
+"""Log-probs of the probe."""
 STEPS = [
     "/pause_generation",
     "/flush_cache",
@@ -49,10 +52,10 @@ def with_engines(engines: list[FakeEngine], action: Callable[[EngineControl], T]
     return asyncio.run(run())
 
 
-def update(*engines: FakeEngine, **settings: Any) -> WeightsHeld | EngineError:
+def update(*engines: FakeEngine, **settings: Any) -> WeightUpdate | EngineError:
     """What an update of `engines` to version 3 comes to."""
 
-    def action(control: EngineControl) -> WeightsHeld | EngineError:
+    def action(control: EngineControl) -> WeightUpdate | EngineError:
         try:
             return control.update_from_disk(WEIGHTS, 3)
         except EngineError as error:
@@ -72,8 +75,8 @@ def silent(engine: FakeEngine) -> FakeEngine:
     return engine
 
 
-def held(result: WeightsHeld | EngineError) -> WeightsHeld:
-    assert isinstance(result, WeightsHeld), result
+def held(result: WeightUpdate | EngineError) -> WeightUpdate:
+    assert isinstance(result, WeightUpdate), result
     return result
 
 
@@ -83,7 +86,7 @@ def checksums(**values: str) -> tuple[int, Any]:
 
 def test_an_update_takes_its_steps_in_order_on_every_replica() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    assert held(update(*engines)).urls == [engine.url for engine in engines]
+    assert held(update(*engines)).left == [engine.url for engine in engines]
     for engine in engines:
         assert engine.paths() == STEPS
         bodies = dict(engine.requests)
@@ -98,7 +101,9 @@ def test_an_update_takes_its_steps_in_order_on_every_replica() -> None:
 
 def test_a_replica_reads_a_copy_of_its_own_where_there_is_one() -> None:
     engines = [FakeEngine(), FakeEngine()]
-    with_engines(engines, lambda c: c.update_from_disk(WEIGHTS, 3, paths={c.urls[1]: "/dev/shm/v000003"}))
+    with_engines(
+        engines, lambda c: c.begin_update(3).load_from_disk(WEIGHTS, {c.urls[1]: "/dev/shm/v000003"}, flush=True)
+    )
     folders = [dict(engine.requests)["/update_weights_from_disk"]["model_path"] for engine in engines]
     assert folders == [WEIGHTS, "/dev/shm/v000003"]
 
@@ -108,7 +113,7 @@ def test_a_failing_step_costs_its_replica_and_no_other(step: str, monkeypatch: p
     monkeypatch.setattr(weight_update, "FLUSH_ATTEMPTS", 2)
     good, bad = FakeEngine(), FakeEngine(control={step: (400, {"success": False, "message": "no such directory"})})
     result = held(update(good, bad))
-    assert result.urls == [good.url]
+    assert result.left == [good.url]
     assert good.paths() == STEPS or step == "/flush_cache"
     message = str(result.failed[bad.url])
     assert f"step {step.removeprefix('/')} failed" in message
@@ -126,7 +131,7 @@ def test_an_update_that_is_refused_with_status_200_is_a_failure_too() -> None:
 def test_the_replica_whose_bytes_differ_from_the_others_is_left_out_and_loses_the_label() -> None:
     engines = [FakeEngine(), FakeEngine(control={"/weights_checker": checksums(w="1", v="other")}), FakeEngine()]
     result = held(update(*engines))
-    assert result.urls == [engines[0].url, engines[2].url]
+    assert result.left == [engines[0].url, engines[2].url]
     assert "differ in 1 parameters of rank 0, first v" in str(result.failed[engines[1].url])
     assert "/continue_generation" not in engines[1].paths()
     assert engines[1].requests[-1] == (
@@ -146,7 +151,7 @@ def test_of_two_replicas_with_different_bytes_neither_is_believed() -> None:
 def test_replicas_of_another_size_are_not_compared() -> None:
     wide = {"success": True, "ranks": [{"checksums": {"w": "left"}}, {"checksums": {"w": "right"}}]}
     engines = [FakeEngine(), FakeEngine(control={"/weights_checker": (200, wide)})]
-    assert held(update(*engines)).urls == [engine.url for engine in engines]
+    assert held(update(*engines)).left == [engine.url for engine in engines]
 
 
 def test_an_answer_without_checksums_is_a_failure() -> None:
@@ -164,7 +169,7 @@ def test_an_engine_that_does_not_answer_costs_the_others_no_more_than_the_deadli
     monkeypatch.setattr(weight_update, "CONTROL_TIMEOUT_S", 0.3)
     good, dead = FakeEngine(), silent(FakeEngine())
     result = held(update(good, dead, timeout_s=60.0))
-    assert result.urls == [good.url]
+    assert result.left == [good.url]
     message = str(result.failed[dead.url])
     assert "no answer to /pause_generation within 0.3 s; look at RUN/logs/engine-1.log" in message
 
@@ -179,35 +184,33 @@ def test_an_engine_that_is_gone_is_named() -> None:
         EngineControl([url]).update_from_disk("/weights", 1)
 
 
-def test_an_update_that_reached_nobody_waits_for_an_engine_to_come_back() -> None:
-    engine = FakeEngine(control={"/flush_cache": (503, {})})
+def test_an_engine_that_comes_back_is_waited_for() -> None:
+    engine = FakeEngine(control={"/ready": (503, {})})
 
-    async def come_back() -> None:
-        while "/ready" not in engine.paths():  # the update has noticed
-            await asyncio.sleep(0.01)
-        engine.recover()
-
-    async def run() -> WeightsHeld:
+    async def run() -> list[str]:
         async with engine:
-            control = EngineControl([engine.url], patience_s=60.0)
-            update = asyncio.create_task(asyncio.to_thread(control.update_from_disk, WEIGHTS, 3))
-            await come_back()
-            return await update
+            control = EngineControl([engine.url])
+            waiting = asyncio.create_task(asyncio.to_thread(control.wait_for_one, time.monotonic() + 60, lambda: False))
+            while "/ready" not in engine.paths():
+                await asyncio.sleep(0.01)
+            engine.recover()
+            return await waiting
 
-    assert asyncio.run(run()).urls == [engine.url]
-    assert engine.loaded == "3"
-    assert engine.paths()[-len(STEPS) :] == STEPS
+    assert asyncio.run(run()) == [engine.url]
 
 
-def test_an_update_that_waits_for_an_engine_is_given_up_when_the_run_is_to_end() -> None:
-    async def run() -> None:
-        async with silent(FakeEngine()) as engine:
-            control = EngineControl([engine.url], timeout_s=600.0, patience_s=600.0)
-            asked = iter([False, True])
-            with pytest.raises(EngineError, match="interrupted: the run is to end"):
-                await asyncio.to_thread(control.update_from_disk, WEIGHTS, 3, lambda: next(asked))
-
-    asyncio.run(run())
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda control, ending: control.begin_update(3, None, ending).pause("retract"),
+        lambda control, ending: control.wait_for_one(time.monotonic() + 600, ending),
+    ],
+    ids=["update", "wait"],
+)
+def test_engines_are_waited_for_no_longer_when_the_run_is_to_end(call: Callable[..., object]) -> None:
+    asked = iter([False, True])
+    with pytest.raises(EngineError, match="interrupted: the run is to end"):
+        with_engines([silent(FakeEngine())], lambda c: call(c, lambda: next(asked)), timeout_s=600.0)
 
 
 def test_calls_to_all_name_every_engine_that_failed() -> None:
@@ -293,8 +296,8 @@ def test_waiting_for_engines_ends_when_all_are_ready() -> None:
 # --------------------------------------------------------------------------------------------------------- the session
 
 
-def session_with(engine: FakeEngine) -> weight_update.WeightUpdate:
-    def action(control: EngineControl) -> weight_update.WeightUpdate:
+def session_with(engine: FakeEngine) -> WeightUpdate:
+    def action(control: EngineControl) -> WeightUpdate:
         update = control.begin_update(7)
         update.pause("in_place")
         update.begin()
@@ -331,7 +334,7 @@ def test_a_session_that_somebody_left_open_is_closed_first() -> None:
 # ----------------------------------------------------------------------------------------------------------- the probe
 
 
-def probed(*answers: Any, expected: list[float] | None = None, tolerance: float = 0.05) -> dict[str, str]:
+def probed(*answers: Any) -> dict[str, str]:
     """Which of the engines with these log-probs (after the first token) fail, as their number -> message."""
     engines = []
     for log_probs in answers:
@@ -340,7 +343,7 @@ def probed(*answers: Any, expected: list[float] | None = None, tolerance: float 
 
     def action(control: EngineControl) -> dict[str, str]:
         update = control.begin_update(1)
-        update.probe([5, 6, 6], None if expected is None else np.array(expected, np.float32), tolerance)
+        update.probe([5, 6, 6], TRAINERS, 0.05)
         assert set(update.left) == set(control.urls) - set(update.failed)
         return {str(control.urls.index(url)): str(error) for url, error in update.failed.items()}
 
@@ -348,24 +351,18 @@ def probed(*answers: Any, expected: list[float] | None = None, tolerance: float 
 
 
 def test_log_probs_near_those_of_the_trainer_are_good() -> None:
-    assert probed([-1.0, -2.04], [-0.96, -2.0], expected=[-1.0, -2.0]) == {}
+    assert probed([-1.0, -2.04], [-0.96, -2.0]) == {}
 
 
 def test_log_probs_far_from_those_of_the_trainer_name_token_values_and_key() -> None:
-    found = probed([-1.0, -2.0], [-1.0, -2.1], expected=[-1.0, -2.0])
+    found = probed([-1.0, -2.0], [-1.0, -2.1])
     assert found.keys() == {"1"}
     assert "token 2 of the probe is -2.1, the trainer's is -2, further than engine.probe_tolerance=0.05" in found["1"]
 
 
-def test_without_a_trainer_the_median_decides() -> None:
-    found = probed([-1.0, -2.0], [-1.0, -2.0], [-3.0, -2.0])
-    assert found.keys() == {"2"}
-    assert "the median of all engines" in found["2"]
-
-
 @pytest.mark.parametrize("log_probs", [[None, -2.0], [-1.0], [-1.0, -2.0, -3.0], [float("nan"), -1.0]])
 def test_an_answer_without_a_number_for_each_token_is_a_failure(log_probs: Any) -> None:
-    assert probed(log_probs, expected=[-1.0, -2.0]).keys() == {"0"}
+    assert probed(log_probs).keys() == {"0"}
 
 
 def test_an_engine_that_is_too_busy_for_the_probe_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,9 +370,9 @@ def test_an_engine_that_is_too_busy_for_the_probe_keeps_the_weights(monkeypatch:
     busy, broken = FakeEngine(), FakeEngine(resets())
     busy.always = busy.hang()
 
-    def action(control: EngineControl) -> weight_update.WeightUpdate:
+    def action(control: EngineControl) -> WeightUpdate:
         update = control.begin_update(1)
-        update.probe([5, 6, 6], np.array([-1.0, -2.0], np.float32), 0.05)
+        update.probe([5, 6, 6], TRAINERS, 0.05)
         return update
 
     update = with_engines([busy, broken], action, timeout_s=60.0)
