@@ -60,9 +60,9 @@ class Shard:
 class Layout(Protocol):
     """The two directions, see the module's docstring."""
 
-    is_split: bool
+    is_split: bool = True
     """Whether tensor-parallel ranks hold different parts; if not, each holds the whole."""
-    is_padded: bool
+    is_padded: bool = False
     """Whether Megatron adds rows of zeros at the end."""
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
@@ -70,14 +70,15 @@ class Layout(Protocol):
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
         """The Hugging Face tensors of the rule, from the parameters of all ranks (one element if not `is_split`)."""
+        return [_joined(shards)]
 
     def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
         """What the whole parameter is made of, row by row, without padding; `counts`: rows of the rule's tensors."""
+        return [Piece(source, 0, count) for source, count in enumerate(counts)]
 
 
-def _whole(counts: Sequence[int]) -> list[Piece]:
-    """One tensor after another."""
-    return [Piece(source, 0, count) for source, count in enumerate(counts)]
+def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
 
 
 def _row_block(source: Source, shard: Shard) -> Tensor:
@@ -85,113 +86,69 @@ def _row_block(source: Source, shard: Shard) -> Tensor:
     return source.rows(shard.rank * size, (shard.rank + 1) * size)
 
 
-class Replicated:
+class Replicated(Layout):
     """The whole tensor on every rank: norms."""
 
     is_split = False
-    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         return sources[0].rows(0, sources[0].shape[0])
 
-    def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
-        return [shards[0]]
 
-    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
-        return _whole(counts)
-
-
-class RowParallel:
+class RowParallel(Layout):
     """Split along the input features, the second dimension: attention output and down projections."""
-
-    is_split = True
-    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         size = sources[0].shape[1] // shard.size
         return sources[0].columns(shard.rank * size, (shard.rank + 1) * size)
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
-        return [shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)]
-
-    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
-        return _whole(counts)
+        return [_joined(shards, dim=1)]
 
 
-class ColumnParallel:
+class ColumnParallel(Layout):
     """Split along the output features, the first dimension: projections to whole heads."""
-
-    is_split = True
-    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         return _row_block(sources[0], shard)
 
-    def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
-        return [shards[0] if len(shards) == 1 else torch.cat(list(shards))]
 
-    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
-        return _whole(counts)
-
-
-class Vocabulary:
+class Vocabulary(Layout):
     """Split along the vocabulary, which Megatron pads: rows past the true vocabulary are zero, and never leave."""
 
-    is_split = True
     is_padded = True
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
-        vocab_size = sources[0].shape[0]
-        if vocab_size != hf.vocab_size:
-            raise ValueError(f"config.json says vocab_size={hf.vocab_size}")
-        begin, end = (min(rank * shard.rows, vocab_size) for rank in (shard.rank, shard.rank + 1))
-        rows = sources[0].rows(begin, end)
-        return rows if end - begin == shard.rows else F.pad(rows, (0, 0, 0, shard.rows - (end - begin)))
+        begin, end = (min(rank * shard.rows, hf.vocab_size) for rank in (shard.rank, shard.rank + 1))
+        rows, missing = sources[0].rows(begin, end), shard.rows - (end - begin)
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
-        whole = shards[0] if len(shards) == 1 else torch.cat(list(shards))
-        return [whole[: hf.vocab_size]]
-
-    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
-        return _whole(counts)
+        return [_joined(shards)[: hf.vocab_size]]
 
 
-class GateUp:
+class GateUp(Layout):
     """Two column-parallel matrices in one: every rank holds [its rows of gate; its rows of up]."""
-
-    is_split = True
-    is_padded = False
 
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         return torch.cat([_row_block(source, shard) for source in sources])
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
-        if len(shards) == 1:
-            return list(shards[0].chunk(2))
-        halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
-
-    def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
-        return _whole(counts)
+        halves = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return [_joined(parts) for parts in halves]
 
 
-class QueryKeyValue:
+class QueryKeyValue(Layout):
     """Weights or biases of q, k, v, interleaved by query group: [queries of group 0, its key, its value, ...].
 
     Ranks hold equal parts of these rows: whole groups while TP divides the number of groups; with more ranks than
     groups a part of one group, which Megatron gathers again before it attends.
     """
 
-    is_split = True
-    is_padded = False
-
     def local(self, sources: Sequence[Source], shard: Shard, hf: HfConfig) -> Tensor:
         begin, end = shard.rank * shard.rows, (shard.rank + 1) * shard.rows
-        counts = [source.shape[0] for source in sources]
-        if sum(counts) != shard.rows * shard.size:
-            raise ValueError(f"{sum(counts)} rows are not {shard.size} x {shard.rows}")
         parts, position = [], 0
-        for piece in self.pieces(counts, hf):
+        for piece in self.pieces([source.shape[0] for source in sources], hf):
             first, last = max(begin - position, 0), min(end - position, piece.end - piece.begin)
             if first < last:
                 parts.append(sources[piece.source].rows(piece.begin + first, piece.begin + last))
@@ -200,8 +157,7 @@ class QueryKeyValue:
 
     def full(self, shards: Sequence[Tensor], hf: HfConfig) -> list[Tensor]:
         queries = hf.num_attention_heads // hf.num_query_groups * hf.head_dim
-        joined = shards[0] if len(shards) == 1 else torch.cat(list(shards))
-        whole = joined.unflatten(0, (hf.num_query_groups, -1))
+        whole = _joined(shards).unflatten(0, (hf.num_query_groups, -1))
         return [part.flatten(0, 1) for part in whole.split([queries, hf.head_dim, hf.head_dim], dim=1)]
 
     def pieces(self, counts: Sequence[int], hf: HfConfig) -> list[Piece]:
