@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from megatron_rl.weights import WeightsError, fp8
+from megatron_rl.weights.convert.views import check_hf
 from megatron_rl.weights.families import family_of
 from megatron_rl.weights.finite import is_finite
 from megatron_rl.weights.layouts import Shard
-from megatron_rl.weights.mapping import Family, Mapped, mapped_parameters
-from megatron_rl.weights.reader import SafetensorsReader, some_names
-from megatron_rl.weights.safetensors_file import FLOATS, TensorOnDisk
+from megatron_rl.weights.mapping import Mapped, mapped_parameters
+from megatron_rl.weights.reader import SafetensorsReader
+from megatron_rl.weights.safetensors_file import TensorOnDisk
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
@@ -27,8 +28,8 @@ def load_hf_weights(chunks: Sequence[Any], hf: HfConfig, path: str | Path) -> No
     """Load `path`/*.safetensors into this rank's chunks (with or without data-parallel wrapper).
 
     Values are converted to the parameters' dtype; matrices in blocks of fp8 (`fp8`) by way of fp32. Every tensor of the
-    checkpoint must belong to the model and every parameter must be found, on whichever rank; both are checked by name
-    on all ranks before anything is read.
+    checkpoint must belong to the model and every parameter must be found, on whichever rank; both are checked on all
+    ranks before anything is read.
 
     Raises:
         WeightsError: unreadable files, missing, left-over or unmapped tensors, shapes that differ from config.json's,
@@ -36,51 +37,26 @@ def load_hf_weights(chunks: Sequence[Any], hf: HfConfig, path: str | Path) -> No
     """
     from megatron.core import parallel_state
 
-    family, reader = family_of(hf), SafetensorsReader(path)
+    reader = SafetensorsReader(path)
     sources: dict[str, Stored] = {name: reader[name] for name in reader.names}
     for name in fp8.names_in_blocks(reader.names):
         sources[name] = fp8.Dequantised(reader[name], sources.pop(name + fp8.SUFFIX))
-    _check_names(sources.keys(), reader.path, family, hf)
+    check_hf(sources, hf, reader.path)
     dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     for chunk in chunks:
-        for mapped in mapped_parameters(chunk, family, hf):
+        for mapped in mapped_parameters(chunk, family_of(hf), hf):
             rank, size = dense if mapped.expert is None else expert
             shard = Shard(rank, size, mapped.parameter.shape[0])
             _load(mapped, [sources[name] for name in mapped.hf], reader.path, shard, hf)
 
 
-def _check_names(names: Set[str], path: Path, family: Family, hf: HfConfig) -> None:
-    expected = family.hf_names(hf)
-    if missing := expected - names:
-        raise WeightsError(
-            f"{path}: the safetensors files lack {some_names(missing)}; "
-            "config.json and weights do not belong together, or a file was not copied"
-        )
-    left_over = {name for name in names - expected if not family.ignores(name, hf)}
-    if left_over:
-        raise WeightsError(
-            f"{path}: {some_names(left_over)} have no place in a {family.model_type!r} model as config.json "
-            "describes it; the two do not belong together, or the model has parts that are not supported"
-        )
-
-
 def _load(mapped: Mapped, sources: Sequence[Stored], path: Path, shard: Shard, hf: HfConfig) -> None:
-    for source in sources:
-        if source.dtype not in FLOATS:
-            raise WeightsError(
-                f"{path}: {source.name} has dtype {str(source.dtype).removeprefix('torch.')}; weights are "
-                "32 or 16 bits of floating point: dequantise the model first"
-            )
-    shapes = ", ".join(f"{source.name} {list(source.shape)}" for source in sources)
-    try:
-        local = mapped.layout.local(sources, shard, hf)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise WeightsError(f"{path}: {shapes} cannot be cut for {mapped.name!r}: {error}") from error
+    local = mapped.layout.local(sources, shard, hf)
     if local.shape != mapped.parameter.shape:
         raise WeightsError(
-            f"{path}: {shapes} gives {list(local.shape)} where {mapped.name!r} needs "
-            f"{list(mapped.parameter.shape)}; config.json and weights do not belong together"
+            f"{path}: {', '.join(mapped.hf)} give {list(local.shape)} where {mapped.name!r} needs "
+            f"{list(mapped.parameter.shape)}; the table of {hf.model_type!r} is wrong: correct it"
         )
     mapped.parameter.copy_(local)
     if not is_finite(mapped.parameter):  # where the parameter is: far faster than what was read

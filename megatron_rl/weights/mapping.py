@@ -133,10 +133,6 @@ class Family:
     layer_prefix: str = "model.layers.{layer}."
     ignored: str = r".*\.rotary_emb\.inv_freq"
 
-    def hf_names(self, hf: HfConfig) -> set[str]:
-        """Every tensor that a checkpoint of this model must hold."""
-        return set(self.hf_shapes(hf))
-
     def hf_shapes(self, hf: HfConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model must hold, with its shape, in the order of the network."""
         sizes = _dimensions(hf)

@@ -259,8 +259,8 @@ def test_wrapped_bfloat16_model_exports_the_rounded_checkpoint(
     ("kind", "words"),
     [
         ("left-over", ["model.layers.0.self_attn.q_proj.bias", "config.json"]),
-        ("missing-tensor", ["model.layers.3.mlp.up_proj.weight", "lack"]),
-        ("wrong-shape", ["model.layers.2.mlp.down_proj.weight [64, 96]", "mlp.linear_fc2.weight"]),
+        ("missing-tensor", ["model.layers.3.mlp.up_proj.weight missing", "config.json"]),
+        ("wrong-shape", ["model.layers.2.mlp.down_proj.weight has shape [64, 96]", "[64, 128]"]),
         ("missing-file", ["model-00002-of-00002.safetensors", "missing", "copy it again"]),
         ("truncated", ["model.safetensors", "cut short", "copy the file again"]),
         ("index-lies", ["model-00002-of-00002.safetensors", "model.layers.3.mlp.up_proj.weight"]),

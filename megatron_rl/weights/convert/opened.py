@@ -89,7 +89,7 @@ class Opened:
         hf = self.hf()
         if isinstance(self.reader, AbsentReader) and (further := hf.num_predicted_layers):
             return [f"model.layers.{hf.num_layers + number}.*" for number in range(further)]
-        return sorted(self.reader.names - family_of(hf).hf_names(hf) - family_of(hf).tied_names())
+        return sorted(self.reader.names - family_of(hf).hf_shapes(hf).keys() - family_of(hf).tied_names())
 
     def as_hf(self, dtype: torch.dtype | None = None) -> dict[str, Rows]:
         """The model's tensors by Hugging Face name, in the order of the network, after a check of names and shapes.
