@@ -89,9 +89,11 @@ def _team(out: Path) -> Iterator[Team]:
     meeting = out.with_name(f".converting-{out.name}.ranks")
     place = find_place(os.environ, meeting)
     store = shared_store(place, MEET_S)
-    yield Team(place.rank, place.world_size, store)
-    if place.rank == 0:
-        shutil.rmtree(meeting, ignore_errors=True)
+    try:
+        yield Team(place.rank, place.world_size, store)
+    finally:
+        if place.rank == 0:
+            shutil.rmtree(meeting, ignore_errors=True)
 
 
 class _Bar:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_rl.cli import app, main
 from megatron_rl.cli_convert import _bytes
+from megatron_rl.cluster.started import LAUNCH
 from megatron_rl.config import ConfigError
 from megatron_rl.verify import read_texts
 from megatron_rl.weights import WeightsError
@@ -123,6 +124,17 @@ def test_a_failure_is_one_message_and_exit_code_1(
         assert capsys.readouterr().err.startswith(
             f"error: {tmp_path / 'nowhere'}: no such directory; give a Hugging Face"
         )
+
+
+def test_a_rank_that_fails_leaves_its_part_of_the_target_but_not_the_file_by_which_it_was_met(tmp_path: Path) -> None:
+    tensors = write_model(tmp_path / "hf")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", LAUNCH: "once"}
+    command = ["convert", "cast", str(tmp_path / "hf"), str(tmp_path / "out"), "--dtype", "bf16"]
+    with pytest.raises(WeightsError, match="NaN or infinity"):
+        CliRunner().invoke(app, command, env=rank, catch_exceptions=False)
+    assert [path.name for path in tmp_path.glob(".*")] == [".converting-out"]
 
 
 def test_a_megatron_checkpoint_is_verified_against_a_directory_that_is_named(tmp_path: Path) -> None:
