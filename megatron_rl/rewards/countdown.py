@@ -7,7 +7,9 @@ is ever evaluated by Python.
 from __future__ import annotations
 
 import ast
+import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from megatron_rl.data.records import PromptRecord
@@ -20,6 +22,12 @@ MAX_DEPTH = 32
 """Nested brackets; more than any useful expression has, far below what exhausts Python's parser."""
 # ASCII only: str.isdigit and int() would also take digits of other scripts.
 _ALLOWED = re.compile(r"[0-9+\-*/() ]+", re.ASCII)
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def countdown_format(response: str, record: PromptRecord) -> float:
@@ -41,21 +49,24 @@ def countdown(response: str, record: PromptRecord) -> float:
     """
     numbers, target = _puzzle(record)
     text = _last_answer(response)
-    return float(text is not None and _reaches(text, numbers, target))
+    used: list[int] = []
+    return float(text is not None and value_of(text, used) == target and sorted(used) == sorted(numbers))
 
 
-def value_of(text: str) -> Fraction | None:
+def value_of(text: str, used: list[int] | None = None) -> Fraction | None:
     """What an expression of whole numbers, `+ - * /` and round brackets gives, exactly; None for any other text.
+
+    Its numbers are added to `used`.
 
     >>> value_of("(3 + 4) / 2"), value_of("2 ** 9"), value_of("1 / 0")
     (Fraction(7, 2), None, None)
     """
-    tree = _parse(text)
-    if tree is None or not _collect(tree, []):
+    text = text.strip()
+    if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(text) or _depth(text) > MAX_DEPTH:
         return None
     try:
-        return _value(tree)
-    except ZeroDivisionError:
+        return _value(ast.parse(text, mode="eval").body, [] if used is None else used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 
@@ -95,31 +106,6 @@ def _puzzle(record: PromptRecord) -> tuple[list[int], int]:
         raise ValueError(f'record {record.id!r}: countdown needs a whole number as "answer", such as "24"') from None
 
 
-def _reaches(text: str, numbers: list[int], target: int) -> bool:
-    tree = _parse(text)
-    if tree is None:
-        return False
-    used: list[int] = []
-    # First the numbers, then the arithmetic: only the few given numbers are ever multiplied.
-    if not _collect(tree, used) or sorted(used) != sorted(numbers):
-        return False
-    try:
-        return _value(tree) == target
-    except ZeroDivisionError:
-        return False
-
-
-def _parse(text: str) -> ast.expr | None:
-    """The syntax tree of an acceptable text, or None."""
-    text = text.strip()
-    if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(text) or _depth(text) > MAX_DEPTH:
-        return None
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
 def _depth(text: str) -> int:
     deepest = depth = 0
     for character in text:
@@ -128,28 +114,12 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _collect(node: ast.expr, used: list[int]) -> bool:
-    """Add the numbers of the tree to `used`; False if it holds anything but numbers and the four operations."""
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    """Raises ValueError for a tree that holds anything but numbers and the four operations."""
     match node:
-        case ast.Constant(value=int() as number) if type(number) is int:
-            used.append(number)
-            return True
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
-            return _collect(left, used) and _collect(right, used)
-    return False
-
-
-def _value(node: ast.expr) -> Fraction:
-    """The value of a tree that `_collect` accepted."""
-    match node:
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _value(left) + _value(right)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _value(left) - _value(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _value(left) * _value(right)
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return _value(left) / _value(right)
         case ast.Constant(value=int() as number):
+            used.append(number)
             return Fraction(number)
-    raise AssertionError(f"unexpected node {type(node).__name__}")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left, used), _value(right, used))
+    raise ValueError(f"{type(node).__name__} has no place in an expression")

@@ -35,21 +35,13 @@ def read(stream: BinaryIO) -> Any | None:
 
 def job(record: PromptRecord, response: str) -> dict[str, Any]:
     """What a worker is sent for one response."""
-    return {
-        "response": response,
-        "id": record.id,
-        "messages": record.messages,
-        "answer": record.answer,
-        "source": record.source,
-        "extra": record.extra,
-        "target": record.target,
-    }
+    return {"record": record, "response": response}
 
 
 def from_job(value: dict[str, Any]) -> tuple[PromptRecord, str]:
     """Record and response of a job."""
-    response = value.pop("response")
-    return PromptRecord(**{**value, "messages": tuple(value["messages"])}), response
+    record = value["record"]
+    return PromptRecord(**{**record, "messages": tuple(record["messages"])}), value["response"]
 
 
 def reply(outcome: Outcome) -> dict[str, Any]:

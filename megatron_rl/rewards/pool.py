@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -42,19 +42,6 @@ _INLINE_SLICE = 64
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class RewardCounters:
-    """What happened since the pool was made."""
-
-    items: int = 0
-    errors: int = 0
-    """Items of which some verifier raised or returned no finite number."""
-    timeouts: int = 0
-    worker_deaths: int = 0
-    non_finite: int = 0
-    """Items without a finite total, for whatever reason."""
-
-
 @dataclass(eq=False)
 class _Job:
     item: Item
@@ -63,23 +50,19 @@ class _Job:
 
 
 class RewardPool:
-    """Scores responses with the verifiers of `reward_cfg`; belongs to the event loop that first uses it.
+    """Scores responses with the verifiers of `reward_cfg`; use `async with`, or `start()` and `close()`.
 
-    `extra_env` are variables that verifiers of your own need; workers get no others. Use `async with`, or `close()`.
     Raises `RewardError` at once for an unknown component, and when workers=0 with a verifier that needs a process.
     """
 
-    def __init__(self, reward_cfg: RewardConfig, *, extra_env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, reward_cfg: RewardConfig) -> None:
         self._cfg = reward_cfg
-        self._components = [(component.name, component.args) for component in reward_cfg.components]
-        self._extra_env = dict(extra_env or {})
         self._inline = _make_inline(reward_cfg)
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: set[PoolWorker] = set()
-        self._starting: asyncio.Lock = asyncio.Lock()
         self._broken: RewardError | None = None
-        self.counters = RewardCounters()
+        self._failures = 0
 
     async def __aenter__(self) -> RewardPool:
         await self.start()
@@ -90,38 +73,35 @@ class RewardPool:
     ) -> None:
         await self.close()
 
-    def metrics(self) -> dict[str, float]:
-        """The counters under their metric names."""
-        return {f"reward/{name}": float(value) for name, value in asdict(self.counters).items()}
-
     async def start(self) -> None:
-        """Start the workers and load the verifiers; `score` does it otherwise. Raises `RewardError`."""
-        async with self._starting:
-            self._check_usable()
-            if self._inline is not None or self._tasks:
-                return
-            started = await asyncio.gather(
-                *(PoolWorker.start(self._components, self._extra_env) for _ in range(self._cfg.workers)),
-                return_exceptions=True,
-            )
-            self._workers = {worker for worker in started if isinstance(worker, PoolWorker)}
-            for outcome in started:
-                if isinstance(outcome, BaseException):
-                    await self.close()
-                    raise outcome
-            self._tasks = [asyncio.create_task(self._serve(worker)) for worker in tuple(self._workers)]
+        """Start the workers, if any, and load the verifiers. Raises `RewardError`."""
+        started = await asyncio.gather(
+            *(self._start_worker() for _ in range(self._cfg.workers)), return_exceptions=True
+        )
+        for outcome in started:
+            if isinstance(outcome, BaseException):
+                await self.close()
+                raise outcome
+        self._tasks = [asyncio.create_task(self._serve(worker)) for worker in tuple(self._workers)]
+
+    async def _start_worker(self) -> PoolWorker:
+        components = [(component.name, component.args) for component in self._cfg.components]
+        what = f"a reward worker did not load {', '.join(name for name, _ in components)}"
+        worker, _ = await PoolWorker.start(f"{__package__}.worker", {"components": components}, RewardError, what)
+        self._workers.add(worker)
+        return worker
 
     async def score(self, items: Sequence[Item]) -> list[RewardResult]:
         """One result per item, in order. Several calls may run at once.
 
-        Raises `RewardError` when workers cannot be started, when the pool is closed meanwhile, and with
+        Raises `RewardError` when a lost worker cannot be replaced, when the pool is or gets closed, and with
         `on_error: fail` for the first item without a result.
         """
+        if self._broken is not None:
+            raise self._broken
         if self._inline is not None:
-            self._check_usable()
             outcomes = await self._score_here(items, self._inline)
         else:
-            await self.start()
             loop = asyncio.get_running_loop()
             jobs = [_Job(item, loop.create_future()) for item in items]
             for job in jobs:
@@ -140,8 +120,6 @@ class RewardPool:
         await asyncio.gather(*(worker.close() for worker in self._workers))
         self._workers.clear()
 
-    # ------------------------------------------------------------------------------------------------- in the process
-
     async def _score_here(self, items: Sequence[Item], evaluate: Evaluator) -> list[Outcome]:
         outcomes = []
         for number, (record, response) in enumerate(items, start=1):
@@ -149,8 +127,6 @@ class RewardPool:
             if number % _INLINE_SLICE == 0:
                 await asyncio.sleep(0)
         return outcomes
-
-    # ------------------------------------------------------------------------------------------------------ in workers
 
     async def _serve(self, worker: PoolWorker | None) -> None:
         """One worker's life: jobs from the queue, a new process after one that was lost."""
@@ -160,8 +136,7 @@ class RewardPool:
                 jobs = await self._take()
                 while jobs:
                     if worker is None:
-                        worker = await PoolWorker.start(self._components, self._extra_env)
-                        self._workers.add(worker)
+                        worker = await self._start_worker()
                     jobs = await self._run(worker, jobs)
                     if worker not in self._workers:
                         worker = None
@@ -186,10 +161,8 @@ class RewardPool:
             try:
                 outcome = frames.from_reply(await worker.receive(self._cfg.timeout_s))
             except TimeoutError:
-                self.counters.timeouts += 1
                 reason = f"timeout: no answer after reward.timeout_s={self._cfg.timeout_s:g} s"
             except WorkerDied as error:
-                self.counters.worker_deaths += 1
                 reason = f"the worker process died ({error})"
                 if not job.has_ended_a_worker:
                     # Whoever killed it, an operator or the system for want of memory, need not have meant this item.
@@ -209,7 +182,7 @@ class RewardPool:
         await worker.kill()
 
     def _nothing(self, reason: str) -> Outcome:
-        count = len(self._components)
+        count = len(self._cfg.components)
         return Outcome((math.nan,) * count, dict.fromkeys(range(count), reason))
 
     def _give_up(self, error: BaseException, jobs: list[_Job]) -> None:
@@ -228,32 +201,24 @@ class RewardPool:
             if not job.done.done():
                 job.done.set_exception(error)
 
-    # --------------------------------------------------------------------------------------------------------- results
-
     def _result(self, item: Item, outcome: Outcome) -> RewardResult:
         result = combine(outcome, self._cfg.components)
-        self.counters.items += 1
-        self.counters.non_finite += not result.finite
         if result.errors:
             self._report(item[0], result.errors)
         return result
 
     def _report(self, record: PromptRecord, errors: Mapping[str, str]) -> None:
-        self.counters.errors += 1
+        self._failures += 1
         text = "; ".join(f"{name} {reason}" for name, reason in errors.items())
         if self._cfg.on_error == "fail":
             raise RewardError(
                 f"no reward for a response to prompt {record.id!r}: {text}; correct the verifier or the data, "
                 "or set reward.on_error=mask to leave such samples out"
             )
-        if self.counters.errors <= _LOGGED_ERRORS:
+        if self._failures <= _LOGGED_ERRORS:
             log.warning("no reward for a response to prompt %r (left out of training): %s", record.id, text)
-        if self.counters.errors == _LOGGED_ERRORS:
+        if self._failures == _LOGGED_ERRORS:
             log.warning("further such failures are only counted, as reward/errors")
-
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise self._broken
 
 
 def _make_inline(cfg: RewardConfig) -> Evaluator | None:

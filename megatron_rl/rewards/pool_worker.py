@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -16,10 +16,9 @@ import orjson
 from megatron_rl.tags import WORKER, tagged
 
 from . import frames
-from .registry import RewardError
 
 START_TIMEOUT_S = 120.0
-"""Importing the verifiers of a user on a busy machine; an item's deadline begins after that."""
+"""Importing the code of a user on a busy machine; the deadline of what is asked begins after that."""
 CLOSE_TIMEOUT_S = 2.0
 KILL_ROUNDS = 20
 # What a Python process needs to start and to find its modules. Everything else, secrets first of all, stays out of a
@@ -55,8 +54,11 @@ class PoolWorker:
         return self._process.pid
 
     @classmethod
-    async def spawn(cls, module: str, extra_env: Mapping[str, str]) -> PoolWorker:
-        """Start a process that runs `module`, see `worker.run`; it has not said anything yet."""
+    async def start(cls, module: str, first: Any, failure: type[Exception], what: str) -> tuple[PoolWorker, Any]:
+        """Start a process that runs `module`, see `worker.run`; returns it, and its answer to the first frame.
+
+        Raises `failure` with the process's own `error`, or with `what` has happened and how.
+        """
         name = secrets.token_hex(8)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -65,41 +67,25 @@ class PoolWorker:
             str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=worker_environment(os.environ, {**extra_env, WORKER: name}),
+            env={**worker_environment(os.environ), WORKER: name},
             # A session of its own: Ctrl-C reaches the controller, which then closes its workers in order; and a kill
             # reaches what the code of a user has started.
             start_new_session=True,
         )
-        return cls(process, name)
-
-    @classmethod
-    async def start(
-        cls, components: Sequence[tuple[str, Mapping[str, Any]]], extra_env: Mapping[str, str]
-    ) -> PoolWorker:
-        """Start a process and wait until its verifiers are loaded.
-
-        Raises `RewardError` with the worker's own message when one of them cannot be.
-        """
-        worker = await cls.spawn(f"{__package__}.worker", extra_env)
+        worker = cls(process, name)
         try:
-            worker.send({"components": [[name, dict(args)] for name, args in components]})
+            worker.send(first)
             answer = await worker.receive(START_TIMEOUT_S)
-        except TimeoutError:
+            if "error" in answer:
+                raise failure(answer["error"])
+        except (TimeoutError, WorkerDied) as error:
             await worker.kill()
-            raise RewardError(
-                f"a reward worker was not ready after {START_TIMEOUT_S:.0f} s; importing "
-                f"{', '.join(name for name, _ in components)} hangs or is very slow"
-            ) from None
-        except WorkerDied as error:
-            await worker.kill()
-            raise RewardError(f"a reward worker ended while loading its verifiers ({error}); see its output") from None
+            how = str(error) or f"not ready after {START_TIMEOUT_S:.0f} s"
+            raise failure(f"{what}: {how}; see its output") from None
         except BaseException:
             await worker.kill()
             raise
-        if "error" in answer:
-            await worker.kill()
-            raise RewardError(answer["error"])
-        return worker
+        return worker, answer
 
     def send(self, value: Any) -> None:
         """Queue one frame; does not wait for the process to read it."""
@@ -120,7 +106,7 @@ class PoolWorker:
         """End the process and whatever it has started, now, in a session of its own or not."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for _ in range(KILL_ROUNDS if sys.platform == "linux" else 0):  # they may be forking
+        for _ in range(KILL_ROUNDS):  # they may be forking
             left = tagged(self._name, WORKER)
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -158,8 +144,8 @@ class PoolWorker:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
-def worker_environment(environment: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """The variables a worker gets: a few named ones, the module path of this process, and `extra`."""
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables a worker gets: a few named ones, and the module path of this process."""
     kept = {name: value for name, value in environment.items() if name in _PASSED_ON or name.startswith("LC_")}
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -39,8 +39,8 @@ BUILT_IN = {
     "environment": BuiltIn("megatron_rl.rewards.from_environment:environment", inline_safe=True, needs_answer=False),
     "exact": BuiltIn("megatron_rl.rewards.exact:exact", inline_safe=True),
     "math": BuiltIn("megatron_rl.rewards.boxed_math:math", inline_safe=False),
-    "sorting": BuiltIn("megatron_rl.rewards.sorting:sorting", inline_safe=True),
-    "sorting_format": BuiltIn("megatron_rl.rewards.sorting:sorting_format", inline_safe=True),
+    "sorting": BuiltIn("megatron_rl.rewards.exact:sorting", inline_safe=True),
+    "sorting_format": BuiltIn("megatron_rl.rewards.exact:sorting_format", inline_safe=True),
 }
 
 

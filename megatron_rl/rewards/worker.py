@@ -2,7 +2,7 @@
 
 Started by `pool_worker.py` as `python -m megatron_rl.rewards.worker PARENT_PID`. The first frame names the components;
 the answer to it is `{"ready": true}` or `{"error": message}`. It may be killed at any moment, and it never outlives its
-parent: the kernel kills it on Linux, a watching thread elsewhere, and the end of its input in any case.
+parent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import os
 import resource
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -63,19 +61,10 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when `parent` ends, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    """Have the kernel kill this process when `parent` ends, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def take_stdout() -> BinaryIO:

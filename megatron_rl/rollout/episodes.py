@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -27,8 +26,6 @@ from megatron_rl.rewards.pool_worker import PoolWorker, WorkerDied
 from .environment import DEFAULT_ROLE, EnvironmentFailed, Step
 
 log = logging.getLogger(__name__)
-START_TIMEOUT_S = 120.0
-"""Importing the environment of a user on a busy machine; a call's deadline begins after that."""
 _LOGGED_FAILURES = 5
 """Failures logged in full; later ones are only counted."""
 
@@ -38,15 +35,14 @@ class EnvironmentPool:
 
     Args:
         rollout: environment, its arguments and deadline, and the number of processes.
-        extra_env: variables that the environment needs; the processes get no others of this one's.
 
     Raises:
         ConfigError: on entering, with the message of a process that cannot load the class.
     """
 
-    def __init__(self, rollout: RolloutConfig, *, extra_env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, rollout: RolloutConfig) -> None:
         assert rollout.environment is not None
-        self._places = [_Place(rollout, dict(extra_env or {})) for _ in range(rollout.environment_workers)]
+        self._places = [_Place(rollout) for _ in range(rollout.environment_workers)]
         self._numbers = itertools.count()
         self.failures = 0
 
@@ -120,9 +116,9 @@ class Episode:
 class _Place:
     """One process after the other, in which some of the episodes live."""
 
-    def __init__(self, rollout: RolloutConfig, extra_env: dict[str, str]) -> None:
+    def __init__(self, rollout: RolloutConfig) -> None:
         self._name, self._args = str(rollout.environment), rollout.environment_args
-        self._timeout_s, self._extra_env = rollout.environment_timeout_s, extra_env
+        self._timeout_s = rollout.environment_timeout_s
         self._worker: PoolWorker | None = None
         self._lock = asyncio.Lock()
         self._life = 0
@@ -131,21 +127,10 @@ class _Place:
 
     async def start(self) -> None:
         """A new process with the class loaded. Raises ConfigError with its message when that fails."""
-        worker = await PoolWorker.spawn(f"{__package__}.environment_worker", self._extra_env)
-        try:
-            worker.send({"environment": self._name, "args": self._args})
-            answer = await worker.receive(START_TIMEOUT_S)
-        except (TimeoutError, WorkerDied) as error:
-            await worker.kill()
-            how = f"not ready after {START_TIMEOUT_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
-            raise ConfigError(f"rollout.environment={self._name!r}: its process did not load it: {how}") from None
-        except BaseException:
-            await worker.kill()
-            raise
-        if "error" in answer:
-            await worker.kill()
-            raise ConfigError(answer["error"])
-        self._worker, self.role = worker, answer["role"]
+        first = {"environment": self._name, "args": self._args}
+        what = f"rollout.environment={self._name!r}: its process did not load it"
+        self._worker, answer = await PoolWorker.start(f"{__package__}.environment_worker", first, ConfigError, what)
+        self.role = answer["role"]
         self._life += 1
 
     def ask(self, episode: Episode, call: dict[str, Any]) -> asyncio.Task[dict[str, Any]]:

@@ -20,7 +20,7 @@ from megatron_rl.data.generators import countdown, sort_digits
 from megatron_rl.data.quickstart import Quickstart, write_quickstart
 from megatron_rl.rewards.countdown import countdown as verify_countdown
 from megatron_rl.rewards.countdown import countdown_format
-from megatron_rl.rewards.sorting import sorting, sorting_format
+from megatron_rl.rewards.exact import sorting, sorting_format
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_quickstart.py"
 

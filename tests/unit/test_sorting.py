@@ -3,8 +3,7 @@
 import pytest
 
 from megatron_rl.data import PromptRecord
-from megatron_rl.rewards.exact import exact
-from megatron_rl.rewards.sorting import sorting, sorting_format
+from megatron_rl.rewards.exact import exact, sorting, sorting_format
 
 
 def record(answer):
