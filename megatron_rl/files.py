@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,14 @@ def write_atomic(path: Path, content: bytes | str, mode: int = 0o666) -> Path:
     return path
 
 
+def regular(path: Path) -> Path:
+    """`path`, about to be opened for reading; OSError where a pipe, a socket or a device stands, which might hang."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "not a regular file; put one in its place", str(path))
+    return path
+
+
 def disk_failure(error: BaseException) -> str | None:
     """In words, if `error` says that the file system takes no more bytes; else None."""
     if not isinstance(error, OSError) or error.errno not in _NO_MORE_BYTES:
@@ -51,7 +60,7 @@ def disk_failure(error: BaseException) -> str | None:
 
 def sync(path: Path) -> None:
     """Make a file's content, or the entries of a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(regular(path), os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from megatron_rl.files import write_atomic
+from megatron_rl.files import regular, write_atomic
 from megatron_rl.routes import RouteStore
 
 from .sample import GROUP_DIGITS, Group
@@ -60,8 +60,7 @@ class RouteFiles:
         sizes = {path.name: path.stat().st_size for path in self._store.folder.glob("s*")}
         lost = 0
         for sample in (sample for group in groups for sample in group.samples):
-            row = self._store.bytes_per_token
-            if any(part.offset + part.rows * row > sizes.get(part.file, -1) for part in sample.routes):
+            if any(part.offset + self._store.size(part) > sizes.get(part.file, -1) for part in sample.routes):
                 sample.routes.clear()
                 lost += 1
         if lost:
@@ -102,7 +101,7 @@ class RouteFiles:
         for step, name in steps.items():
             # The newest may belong to a checkpoint that is being written.
             if step == max(steps) or (self._checkpoints / f"step-{step:06d}").is_dir():
-                saved.update(orjson.loads((self._store.folder / name).read_bytes()))
+                saved.update(orjson.loads(regular(self._store.folder / name).read_bytes()))
             else:
                 self._unlink([name])
         return [name for name in names if _OF_GROUP.match(name)], saved

@@ -106,21 +106,46 @@ def test_files_that_are_gone_short_or_of_another_model_are_refused_with_their_na
 
 
 @pytest.mark.parametrize("experts", [8, 300])
-@pytest.mark.parametrize("value", [0, 299, -1])
-def test_rows_that_were_changed_to_what_no_router_chooses_are_refused_with_their_place(tmp_path, experts, value):
-    store = RouteStore(tmp_path, 2, 2, experts)
+@pytest.mark.parametrize("change", ["to other experts", "exchanged", "to none"])
+def test_rows_that_were_changed_are_refused_with_their_place_by_all_who_read_near_them(tmp_path, experts, change):
+    store, tokens = RouteStore(tmp_path, 2, 2, experts), store_module.SUMMED + 5
     store.append(rows_of(3, 2, 2, experts), 0)
-    part = store.append(rows_of(4, 2, 2, experts), 0)
-    values = np.fromfile(tmp_path / part.file, store.dtype)
-    values[12 + 8 + 2 :][:2] = np.array([value]).astype(store.dtype)  # layer 1, token 1
-    values.tofile(tmp_path / part.file)
-    message = rf"{part.file}: the 4 rows at byte {part.offset} hold .* delete it and resume the run"
-    with pytest.raises(RoutesError, match=message):
-        store.read([part], [0, 1], 0, 4)
-    with pytest.raises(RoutesError, match=message):
-        store.read([part], [1], 1, 2)
-    assert store.read([part], [0], 0, 4).shape == (1, 4, 2)
-    assert store.read([part], [1], 2, 4).shape == (1, 2, 2)
+    part = store.append(rows_of(tokens, 2, 2, experts), 0)
+    path = tmp_path / part.file
+    content = np.fromfile(path, np.uint8)
+    values = content[-tokens * store.bytes_per_token :].view(store.dtype).reshape(2, tokens, 2)
+    expected = values.copy()
+    row = values[1, 1].astype(int)
+    changed = {"to other experts": (row + 1) % experts, "exchanged": row[::-1], "to none": row * 0 - 1}[change]
+    values[1, 1] = changed.astype(store.dtype)
+    content.tofile(path)
+    message = rf"{part.file}: the {tokens} rows at byte {part.offset} are not .* delete the file and resume the run"
+    for layers, begin, end in (([0, 1], 0, tokens), ([1], 1, 2), ([1], 2, 4)):
+        with pytest.raises(RoutesError, match=message):
+            store.read([part], layers, begin, end)
+    np.testing.assert_array_equal(store.read([part], [0], 0, tokens), expected[:1])
+    np.testing.assert_array_equal(store.read([part], [1], tokens - 4, tokens), expected[1:, -4:])
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2], [0, 2], [1]])
+@pytest.mark.parametrize("tokens", [(500, 524), (0, 2), (1024, 1100), (3, 1097)])
+def test_any_range_of_a_long_answer_is_found(tmp_path, layers, tokens):
+    store, rows = RouteStore(tmp_path, 3, 2, 300), rows_of(1100, 3, 2, 300)
+    part = store.append(rows, 0)
+    assert (tmp_path / part.file).stat().st_size == store.size(part)
+    found = store.read([part], layers, *tokens)
+    np.testing.assert_array_equal(found, rows[slice(*tokens), layers].swapaxes(0, 1))
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path):
+    store = RouteStore(tmp_path, 1, 1, 8)
+    part = store.append(rows_of(4, 1, 1, 8), 0)
+    (tmp_path / part.file).unlink()
+    os.mkfifo(tmp_path / part.file)
+    with pytest.raises(RoutesError, match=rf"not a regular file; .*{part.file}"):
+        store.read([part], [0], 0, 4)
+    with pytest.raises(OSError, match="not a regular file"):
+        store.sync([part.file])
 
 
 class Hesitant(io.FileIO):
