@@ -289,8 +289,8 @@ def diff(
         open_checkpoint(path, None if side.companions else beside)
         for path, side in zip((first, second), opened, strict=True)
     )
-    with progress("compare", total_size(left, right)) as bar:
-        found = compare(left, right, bar.advance)
+    with progress("compare", total_size(left, right)) as advance:
+        found = compare(left, right, advance)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("tensor", "max abs", "max rel", ""):
         table.add_column(column, overflow="fold")
@@ -343,10 +343,11 @@ def verify(
 
 
 def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, float | None] | None) -> None:
-    from megatron_rl.weights.convert.job import Options, check_space
+    from megatron_rl.weights.convert.job import LEAST_MEMORY, check_space
     from megatron_rl.weights.reader import some_names
 
-    options = Options(_bytes(max_memory, "--max-memory"), allow_nan)
+    if _bytes(max_memory, "--max-memory") < LEAST_MEMORY:
+        raise ConfigError(f"--max-memory={max_memory}: at least {LEAST_MEMORY // 2**20} MiB are needed")
     if plan.left_out:
         _out.print(f"left out, since Megatron's model here has no such part: {some_names(set(plan.left_out))}")
     if dry_run:
@@ -358,13 +359,13 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, 
             _out.print("the weights are not there: planned from config.json alone")
         _out.print(f"dry run: {plan.size:,} bytes of tensors would be written to {plan.out}; nothing was")
         return
-    done = execute(plan, options)
+    done = execute(plan, allow_nan)
     if done is None:
         return
     for name in done.not_finite:
         _out.print(f"not finite: {name}")
     kept = f" ({done.kept:,} bytes were there from an interrupted call)" if done.kept else ""
-    _out.print(f"{plan.out}: {done.size:,} bytes of tensors in {len(plan.target.files)} files{kept}")
+    _out.print(f"{plan.out}: {plan.size:,} bytes of tensors in {len(plan.target.files)} files{kept}")
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B?", re.I)

@@ -6,15 +6,17 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 if TYPE_CHECKING:
     from megatron_rl.weights.convert.actions import Conversion
-    from megatron_rl.weights.convert.job import Options, Outcome
+    from megatron_rl.weights.convert.job import Outcome
+    from megatron_rl.weights.convert.one_file import Advance
     from megatron_rl.weights.convert.team import Team
 
 _bar = Console(stderr=True)
@@ -24,10 +26,10 @@ MEET_S = 300.0
 """Within which all ranks must have started."""
 
 
-def execute(plan: Conversion, options: Options) -> Outcome | None:
+def execute(plan: Conversion, allow_nan: bool) -> Outcome | None:
     """Run it; the outcome on rank 0, None on the others, which print nothing."""
-    with _team(plan.out) as team, progress(plan.out.name, plan.size, shown=team.rank == 0) as bar:
-        outcome = plan.run(options, bar, team)
+    with _team(plan.out) as team, progress(plan.out.name, plan.size, shown=team.rank == 0) as advance:
+        outcome = plan.run(advance, allow_nan, team)
         return outcome if team.rank == 0 else None
 
 
@@ -96,16 +98,8 @@ def _team(out: Path) -> Iterator[Team]:
             shutil.rmtree(meeting, ignore_errors=True)
 
 
-class _Bar:
-    def __init__(self, progress: Progress, task: Any) -> None:
-        self._progress, self._task = progress, task
-
-    def advance(self, size: int) -> None:
-        self._progress.advance(self._task, size)
-
-
 @contextmanager
-def progress(what: str, total: int, shown: bool = True) -> Iterator[_Bar]:
+def progress(what: str, total: int, shown: bool = True) -> Iterator[Advance]:
     """A bar of `total` bytes, with speed and remaining time, on a terminal."""
     columns = (
         TextColumn("{task.description}"),
@@ -115,4 +109,4 @@ def progress(what: str, total: int, shown: bool = True) -> Iterator[_Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=_bar, disable=not (shown and _bar.is_terminal)) as bar:
-        yield _Bar(bar, bar.add_task(what, total=total))
+        yield partial(bar.advance, bar.add_task(what, total=total))

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import HfConfig, read_hf_config  # noqa: E402
+from megatron_rl.files import sync  # noqa: E402
 from megatron_rl.weights.convert.cuts import TargetLayout  # noqa: E402
-from megatron_rl.weights.convert.job import Options  # noqa: E402
 from megatron_rl.weights.convert.opened import Opened, open_checkpoint  # noqa: E402
 from megatron_rl.weights.convert.tensors import Rows  # noqa: E402
 from megatron_rl.weights.families import family_of  # noqa: E402
@@ -43,35 +43,34 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=2.0, help="size of the random model")
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0 = a dense Llama, else a Qwen3")
     parser.add_argument("--runs", type=int, default=3, help="of each side; they take turns")
-    parser.add_argument("--max-memory-mib", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="where to work; default: a temporary one")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side is not None:
-        print(json.dumps(run_side(arguments.side, arguments.folder, arguments.max_memory_mib * 2**20)))
+        print(json.dumps(run_side(arguments.side, arguments.folder)))
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         try:
-            compare(Path(name), arguments.gib, arguments.experts, arguments.runs, arguments.max_memory_mib)
+            compare(Path(name), arguments.gib, arguments.experts, arguments.runs)
         except BenchError as error:
             print(f"bench_convert: {error}", file=sys.stderr)
             return 1
     return 0
 
 
-def compare(folder: Path, gib: float, experts: int, runs: int, max_memory_mib: int) -> None:
+def compare(folder: Path, gib: float, experts: int, runs: int) -> None:
     """Make the model and its conversion once, then let the sides take turns."""
     size = write_random_model(folder / "hf", int(gib * 2**30), experts)
     what = f"Qwen3 with {experts} experts a layer" if experts else "Llama"
-    print(f"random bf16 {what}, {size / 1e9:.2f} GB; {load_average()}; --max-memory {max_memory_mib} MiB", flush=True)
+    print(f"random bf16 {what}, {size / 1e9:.2f} GB; {load_average()}", flush=True)
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     peaks: dict[str, list[float]] = {side: [] for side in SIDES}
-    start(folder, "hf-to-megatron", max_memory_mib)
+    start(folder, "hf-to-megatron")
     (folder / "out").rename(folder / "megatron")
     for _ in range(runs):
         for side in SIDES:
-            found = start(folder, side, max_memory_mib)
+            found = start(folder, side)
             shutil.rmtree(folder / "out")
             seconds[side].append(found["seconds"])
             cpu[side].append(found["cpu_seconds"] / size * 1e9)
@@ -84,11 +83,11 @@ def compare(folder: Path, gib: float, experts: int, runs: int, max_memory_mib: i
         print(f"{side:16} {spread(rates):>20} {ratio:>12.2f} {spread(cpu[side]):>20} {spread(peaks[side], 0):>22}")
 
 
-def start(folder: Path, side: str, max_memory_mib: int) -> dict[str, float]:
+def start(folder: Path, side: str) -> dict[str, float]:
     """Run one side in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--folder", str(folder)]
     done = subprocess.run(
-        [*command, "--max-memory-mib", str(max_memory_mib)],
+        command,
         capture_output=True,
         text=True,
         check=False,
@@ -100,7 +99,7 @@ def start(folder: Path, side: str, max_memory_mib: int) -> dict[str, float]:
     return found
 
 
-def run_side(side: str, folder: Path, max_memory: int) -> dict[str, float]:
+def run_side(side: str, folder: Path) -> dict[str, float]:
     """In the process of a side: do it once, and say how long it took and what memory it needed."""
     from safetensors.torch import load_file, save_file
 
@@ -112,7 +111,7 @@ def run_side(side: str, folder: Path, max_memory: int) -> dict[str, float]:
         out.mkdir()
         for file in sorted((folder / "hf").glob("*.safetensors")):
             save_file(load_file(file), out / file.name, metadata={"format": "pt"})
-            _sync(out / file.name)
+            sync(out / file.name)
     else:
         source = open_checkpoint(folder / ("megatron" if side == "megatron-to-hf" else "hf"))
         plan = {
@@ -120,7 +119,7 @@ def run_side(side: str, folder: Path, max_memory: int) -> dict[str, float]:
             "megatron-to-hf": lambda: actions.megatron_to_hf(source, out, None, SHARD_BYTES),
             "cast": lambda: actions.cast(source, out, torch.float16, SHARD_BYTES),
         }[side]()
-        plan.run(Options(max_memory), _Silent())
+        plan.run(_silent)
     return {
         "seconds": time.monotonic() - began,
         "cpu_seconds": time.process_time() - cpu,
@@ -132,14 +131,8 @@ def _layout(source: Opened) -> TargetLayout:
     return TargetLayout(2, 2, expert=1 if source.hf().moe is None else 2)
 
 
-class _Silent:
-    def advance(self, size: int) -> None:
-        """Nobody watches."""
-
-
-def _sync(file: Path) -> None:
-    with open(file, "rb") as stream:
-        os.fsync(stream.fileno())
+def _silent(size: int) -> None:
+    """Nobody watches."""
 
 
 def _peak_bytes() -> int:
@@ -184,7 +177,7 @@ def write_random_model(path: Path, size: int, experts: int) -> int:
             writer = target.writer(file, stream)
             for tensor in file.tensors:
                 writer.put(tensor, 0, tensor.rows(0, tensor.shape[0]))
-        _sync(path / file.name)
+        sync(path / file.name)
     target.finish(path, {})
     return sum(file.size for file in target.files)
 

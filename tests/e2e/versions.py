@@ -17,15 +17,10 @@ from megatron_rl.policy import checkpoint
 from megatron_rl.rollout.sample import Group, Sample
 from megatron_rl.rollout.wire import decode, unpack_groups
 from megatron_rl.weights.convert.actions import megatron_to_hf
-from megatron_rl.weights.convert.job import Options
 from megatron_rl.weights.convert.opened import open_checkpoint
+from tests.convert_models import convert
 
-GIB = 2**30
 COLUMNS = ["sample_id", "trained", "weight_version_first", "weight_version_last", "response_tokens"]
-
-
-class _Silent:
-    def advance(self, size: int) -> None: ...
 
 
 class Versions:
@@ -45,7 +40,7 @@ class Versions:
         out = self._folder / f"v{version}" if version else self._model_path
         if version:
             source = open_checkpoint(checkpoint.at(self._run, version), self._model_path)
-            megatron_to_hf(source, out, None).run(Options(GIB), _Silent())
+            convert(megatron_to_hf(source, out, None))
         return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
 
     @torch.inference_mode()

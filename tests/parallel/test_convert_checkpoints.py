@@ -13,7 +13,7 @@ from megatron_rl.weights.convert import actions
 from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
-from tests.convert_models import Silent, convert
+from tests.convert_models import convert, silent
 from tests.parallel.dense_models import LAYOUTS, MODELS, VOCAB_SIZE
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import layout, local_part, make_batch, make_config
@@ -174,9 +174,9 @@ def test_weights_of_a_training_checkpoint_become_a_hugging_face_directory(
     source = open_checkpoint(folder / TRAINED, paths["qwen3-tied"])
     convert(actions.megatron_to_hf(source, tmp_path / "hf", None))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype is torch.bfloat16
-    found = compare(source, open_checkpoint(tmp_path / "hf"), Silent().advance)
+    found = compare(source, open_checkpoint(tmp_path / "hf"), silent)
     assert found.is_equal
-    moved = compare(open_checkpoint(paths["qwen3-tied"]), open_checkpoint(tmp_path / "hf"), Silent().advance)
+    moved = compare(open_checkpoint(paths["qwen3-tied"]), open_checkpoint(tmp_path / "hf"), silent)
     assert not moved.is_equal  # it was trained
 
 
@@ -186,9 +186,9 @@ def test_a_resharded_checkpoint_holds_all_of_the_training_state(
     for out, cut in ((tmp_path / "one", TargetLayout(1, 1)), (tmp_path / "two", TargetLayout(4, 2))):
         out.mkdir()
         convert(actions.reshard(open_checkpoint(folder / TRAINED), out / "policy", cut))
-        assert compare(open_checkpoint(folder / TRAINED), open_checkpoint(out), Silent().advance).is_equal
+        assert compare(open_checkpoint(folder / TRAINED), open_checkpoint(out), silent).is_equal
     run_ranks(2, load_resharded, paths["qwen3-tied"], tmp_path / "two", tmp_path / "again", timeout=120)
-    found = compare(open_checkpoint(tmp_path / "again"), open_checkpoint(folder / TRAINED), Silent().advance)
+    found = compare(open_checkpoint(tmp_path / "again"), open_checkpoint(folder / TRAINED), silent)
     # The padded vocabulary of TP 1 is smaller than that of TP 2; all else is equal to the last bit.
     differing = {row.name for row in found.differences if row.max_abs}
     assert all("embedding.word_embeddings.weight" in name for name in differing)

@@ -14,7 +14,7 @@ from megatron_rl.weights.convert import actions
 from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
-from tests.convert_models import Silent, convert
+from tests.convert_models import convert, silent
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import layout, make_config
 from tests.parallel.test_convert_checkpoints import load_into_stock_megatron, load_resharded, train_and_save
@@ -167,8 +167,8 @@ def test_experts_that_were_trained_apart_become_a_hugging_face_directory(
     source = open_checkpoint(folder / TRAINED, hf)
     convert(actions.megatron_to_hf(source, tmp_path / "hf", None))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").dtype is torch.bfloat16
-    assert compare(source, open_checkpoint(tmp_path / "hf"), Silent().advance).is_equal
-    moved = compare(open_checkpoint(hf), open_checkpoint(tmp_path / "hf"), Silent().advance)
+    assert compare(source, open_checkpoint(tmp_path / "hf"), silent).is_equal
+    moved = compare(open_checkpoint(hf), open_checkpoint(tmp_path / "hf"), silent)
     assert any("experts.7." in row.name for row in moved.differences if row.max_abs)
 
 
@@ -178,9 +178,9 @@ def test_a_resharded_checkpoint_holds_the_state_of_all_experts(
     (tmp_path / "cut").mkdir()
     cut = TargetLayout(1, 2, expert=4)
     convert(actions.reshard(open_checkpoint(folder / TRAINED), tmp_path / "cut" / "policy", cut))
-    assert compare(open_checkpoint(folder / TRAINED), open_checkpoint(tmp_path / "cut"), Silent().advance).is_equal
+    assert compare(open_checkpoint(folder / TRAINED), open_checkpoint(tmp_path / "cut"), silent).is_equal
     run_ranks(2, load_resharded, paths["qwen3_moe-dense-layer"], tmp_path / "cut", tmp_path / "again", timeout=120)
-    found = compare(open_checkpoint(tmp_path / "again"), open_checkpoint(folder / TRAINED), Silent().advance)
+    found = compare(open_checkpoint(tmp_path / "again"), open_checkpoint(folder / TRAINED), silent)
     differing = {row.name for row in found.differences if row.max_abs}
     assert all("embedding.word_embeddings.weight" in name for name in differing)  # its padding is another
     assert sum("optimizer.state.exp_avg_sq" in row.name and ".experts." in row.name for row in found.differences) > 10

@@ -158,6 +158,12 @@ def test_sizes_are_read_with_their_units() -> None:
         _bytes("much", "--max-memory")
 
 
+def test_less_memory_than_blocks_need_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf")
+    refused = run("cast", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16", "--max-memory", "1MiB")
+    assert str(refused.exception) == "--max-memory=1MiB: at least 128 MiB are needed"
+
+
 def test_texts_to_verify_with_are_the_lines_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("one\n\ntwo words\n")
     assert read_texts(tmp_path / "texts") == ["one", "two words"]

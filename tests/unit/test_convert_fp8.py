@@ -15,7 +15,7 @@ from megatron_rl.weights.convert import actions
 from megatron_rl.weights.convert.compare import compare
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
-from tests.convert_models import Silent, convert, write_config, write_model
+from tests.convert_models import convert, silent, write_config, write_model
 
 SIZES = {"hidden_size": 200, "intermediate_size": 130, "head_dim": 66, "vocab_size": 70}
 DEEPSEEK = SIZES | {
@@ -116,11 +116,11 @@ def test_differences_are_those_of_the_numbers_that_blocks_mean(tmp_path: Path) -
     convert(actions.hf_to_megatron(blocks, megatron, TargetLayout(), torch.float32))
     for other in (*plain.values(), megatron, tmp_path / "fp8"):
         for sides in ((blocks, open_checkpoint(other)), (open_checkpoint(other), blocks)):
-            found = compare(*sides, Silent().advance)
+            found = compare(*sides, silent)
             assert found.is_equal, (other, found)
             assert not any(name.name.endswith("_scale_inv") for name in found.differences)
     convert(actions.cast(open_checkpoint(plain[torch.float32]), tmp_path / "again", fp8.FP8))
-    found = compare(open_checkpoint(plain[torch.float32]), open_checkpoint(tmp_path / "again"), Silent().advance)
+    found = compare(open_checkpoint(plain[torch.float32]), open_checkpoint(tmp_path / "again"), silent)
     assert not found.only_first
     assert not found.only_second
     assert 0 < max(row.max_rel for row in found.differences) <= 1 / 16  # three bits behind the leading one

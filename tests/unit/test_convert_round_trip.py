@@ -31,7 +31,7 @@ from megatron_rl.weights.convert.views import as_megatron
 from megatron_rl.weights.families import FAMILIES, family_of
 from megatron_rl.weights.layouts import Shard
 from megatron_rl.weights.reader import SafetensorsReader
-from tests.convert_models import Silent, convert, write_config, write_model
+from tests.convert_models import convert, silent, write_config, write_model
 
 
 @st.composite
@@ -160,7 +160,7 @@ def test_converting_there_and_back_gives_the_same_bits(model: dict[str, Any], da
         back = load_file(folder / "back" / "model.safetensors")
         assert back.keys() == tensors.keys()
         assert all(torch.equal(back[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in tensors)
-        found = compare(open_checkpoint(folder / "megatron"), open_checkpoint(folder / "hf"), Silent().advance)
+        found = compare(open_checkpoint(folder / "megatron"), open_checkpoint(folder / "hf"), silent)
         assert found.is_equal
         assert len(found.differences) == len(tensors)
 
@@ -183,8 +183,9 @@ def test_the_whole_parameter_is_what_the_ranks_hold_together(model: dict[str, An
                 if row.expert is not None and hf.moe and hf.moe.ffn_hidden_size % tp:
                     continue
                 sources = [reader[n] for n in row.hf]
-                rows = whole.shape[0] // tp if layout.is_split else whole.shape[0]
-                shards = [layout.local(sources, Shard(rank, tp, rows), hf) for rank in range(tp)]
+                ranks = tp if layout.is_split else 1
+                rows = whole.shape[0] // ranks
+                shards = [layout.local(sources, Shard(rank, ranks, rows), hf) for rank in range(ranks)]
                 for n, tensor in zip(row.hf, layout.full(shards, hf), strict=True):
                     assert torch.equal(tensor, reader[n].rows(0, reader[n].shape[0]))
                 if tp == 1:
@@ -194,8 +195,8 @@ def test_the_whole_parameter_is_what_the_ranks_hold_together(model: dict[str, An
 def test_many_files_come_with_a_correct_index_and_all_companions(tmp_path: Path) -> None:
     tensors = write_model(tmp_path / "hf")
     plan = actions.cast(open_checkpoint(tmp_path / "hf"), tmp_path / "out", torch.bfloat16, 3000)
-    progress = Silent()
-    plan.run(actions.Options(2**28), progress)
+    told: list[int] = []
+    plan.run(told.append)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
@@ -206,7 +207,7 @@ def test_many_files_come_with_a_correct_index_and_all_companions(tmp_path: Path)
             assert index["weight_map"][name] == file
             assert torch.equal(tensor, tensors[name].bfloat16())
             size += tensor.nbytes
-    assert index["metadata"]["total_size"] == size == plan.size == progress.size
+    assert index["metadata"]["total_size"] == size == plan.size == sum(told)
     for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -241,7 +242,7 @@ def test_differences_are_sorted_and_named(tmp_path: Path) -> None:
     tensors["lm_head.weight"][49, 15] = float("nan")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "a" / "model.safetensors")
-    found = compare(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"), Silent().advance)
+    found = compare(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"), silent)
     assert [row.name for row in found.differences[:3] if row.max_abs] == ["lm_head.weight", "model.norm.weight"]
     assert found.differences[0].max_abs == float("inf")
     assert found.differences[1].max_abs == pytest.approx(0.5, rel=1e-6)

@@ -16,9 +16,9 @@ from megatron_rl.config import HfConfig
 from megatron_rl.weights import WeightsError, fp8
 from megatron_rl.weights.convert.cuts import TargetLayout, cut, rewritten
 from megatron_rl.weights.convert.hf_target import SHARD_BYTES, HfTarget, largest_part
-from megatron_rl.weights.convert.job import Options, Outcome, Target, run
+from megatron_rl.weights.convert.job import Outcome, Target, run
 from megatron_rl.weights.convert.megatron_lm import extra_states, megatron_lm_arguments
-from megatron_rl.weights.convert.one_file import Progress
+from megatron_rl.weights.convert.one_file import Advance
 from megatron_rl.weights.convert.opened import Opened
 from megatron_rl.weights.convert.team import ALONE, Team
 from megatron_rl.weights.convert.tensors import Changed, Quantised, Rows, cast_rows
@@ -43,9 +43,9 @@ class Conversion:
         """Bytes of tensors that are written."""
         return sum(file.size for file in self.target.files)
 
-    def run(self, options: Options, progress: Progress, team: Team = ALONE) -> Outcome:
-        """Do it; raises as `job.run`."""
-        return run(self.target, self.out, self.identity, options, progress, team)
+    def run(self, advance: Advance, allow_nan: bool = False, team: Team = ALONE) -> Outcome:
+        """Do it; see `job.run`."""
+        return run(self.target, self.out, self.identity, advance, allow_nan, team)
 
 
 def hf_to_megatron(source: Opened, out: Path, layout: TargetLayout, dtype: torch.dtype | None) -> Conversion:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.weights.convert.one_file import Advance
 from megatron_rl.weights.convert.opened import Opened
 from megatron_rl.weights.convert.tensors import Rows, blocks, cast_rows, size_of
 from megatron_rl.weights.convert.torch_dist import TorchDistReader
@@ -47,13 +48,10 @@ def total_size(first: Opened, second: Opened) -> int:
     return sum(size_of(tensor) for side in _sides(first, second) for tensor in side.values())
 
 
-def compare(first: Opened, second: Opened, advance: Callable[[int], None]) -> Comparison:
+def compare(first: Opened, second: Opened, advance: Advance) -> Comparison:
     """Read both, block by block. Of one format: every tensor, optimizer state included; else the model's weights.
 
     Blocks of fp8 are compared as the numbers they mean, rounded to the other side's dtype.
-
-    Args:
-        advance: is told the bytes that were read.
 
     Raises:
         WeightsError: a file is damaged; or the formats differ, and a checkpoint does not fit its config.json.
@@ -80,7 +78,7 @@ def _sides(first: Opened, second: Opened) -> tuple[Mapping[str, Rows], Mapping[s
     return left, right
 
 
-def _difference(left: Rows, right: Rows, advance: Callable[[int], None]) -> Difference:
+def _difference(left: Rows, right: Rows, advance: Advance) -> Difference:
     note = "" if left.dtype is right.dtype else f"{_short(left.dtype)} / {_short(right.dtype)}"
     if left.shape != right.shape:
         advance(size_of(left) + size_of(right))

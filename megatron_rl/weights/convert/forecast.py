@@ -82,7 +82,7 @@ def seconds_per_byte(target: Target, folder: Path) -> float:
     path, trial, began = folder / f".converting-trial-{os.getpid()}", _Trial(), time.monotonic()
     partial = path.with_name(f"{path.name}.partial")
     try:
-        write_file(target.writer, target.files[0], path, True, trial)
+        write_file(target.writer, target.files[0], path, True, trial.advance)
     except _Enough:
         sync(partial)
     finally:

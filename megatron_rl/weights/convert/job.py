@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -27,7 +27,7 @@ import xxhash
 from megatron_rl.files import sync
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.journal import Journal, check_out, forget, is_intact, take_over
-from megatron_rl.weights.convert.one_file import FileWriter, PlannedFile, Progress, write_file
+from megatron_rl.weights.convert.one_file import Advance, FileWriter, PlannedFile, write_file
 from megatron_rl.weights.convert.team import ALONE, Team, shares
 from megatron_rl.weights.convert.tensors import BLOCK_BYTES
 
@@ -52,23 +52,12 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to write."""
-
-    max_memory: int
-    """Bytes that tensors may take at once."""
-    allow_nan: bool = False
-    """Go on past numbers that are not finite."""
-
-
-@dataclass
 class Outcome:
     """What was done."""
 
-    size: int = 0
-    kept: int = 0
+    kept: int
     """Bytes that an earlier, interrupted call had written."""
-    not_finite: list[str] = field(default_factory=list)
+    not_finite: list[str]
     """Tensors with NaN or infinity."""
 
 
@@ -76,23 +65,20 @@ def run(
     target: Target,
     out: Path,
     identity: Mapping[str, Any],
-    options: Options,
-    progress: Progress,
+    advance: Advance,
+    allow_nan: bool = False,
     team: Team = ALONE,
 ) -> Outcome:
     """Write `target` to the directory `out`, which must not exist. Collective; all ranks return the same.
 
     Args:
         identity: what makes this conversion another one: verb, options, names, sizes and times of the source files.
+        allow_nan: go on past numbers that are not finite.
 
     Raises:
-        WeightsError: `out` exists or cannot be written, the disk is too small, the memory is too small, a tensor holds
-            numbers that are not finite, or a source is damaged; on this rank or on another one.
+        WeightsError: `out` exists or cannot be written, the disk is too small, a tensor holds numbers that are not
+            finite, or a source is damaged; on this rank or on another one.
     """
-    if options.max_memory < LEAST_MEMORY:
-        raise WeightsError(
-            f"--max-memory={options.max_memory / 2**20:.0f} MiB: at least {LEAST_MEMORY // 2**20} MiB are needed"
-        )
     staging, plan = out.with_name(f".converting-{out.name}"), _fingerprint(target, identity)
     with team.failing_together(), _plain_errors(out), _alone(staging, out, team.rank):
         known = team.from_first("begun", lambda: _begin(staging, plan, out, target))
@@ -102,16 +88,15 @@ def run(
                 f"rank {team.rank} sees other source files than rank 0, or was given another command; all nodes must "
                 "see the same directories"
             )
-        bytes_told = _Told(progress, team)
-        done = _write_share(target, staging, Journal(staging, plan, team.rank, known), options, bytes_told, team)
+        told = _Told(advance, team)
+        done = _write_share(target, staging, Journal(staging, plan, team.rank, known), allow_nan, told.advance, team)
         facts: dict[str, Any] = {}
         for part in team.of_all("written", done):
             facts |= part
         team.from_first("finished", lambda: _finish(target, staging, out, facts))
         team.leave()
-    progress.advance(sum(file.size for file in target.files) - bytes_told.size)
+    advance(sum(file.size for file in target.files) - told.size)
     return Outcome(
-        size=sum(file.size for file in target.files),
         kept=sum(found["size"] for name, found in facts.items() if found == known.get(name)),
         not_finite=[name for file in target.files for name in facts[file.name]["not_finite"]],
     )
@@ -124,29 +109,22 @@ def _begin(staging: Path, plan: str, out: Path, target: Target) -> dict[str, Any
 
 
 def _write_share(
-    target: Target, staging: Path, journal: Journal, options: Options, progress: Progress, team: Team
+    target: Target, staging: Path, journal: Journal, allow_nan: bool, advance: Advance, team: Team
 ) -> dict[str, Any]:
     """Verify or write this rank's files; returns their facts."""
     known = dict(journal.files)
+    # Ranks share evenly what is to be compared with its hash, and what is to be written.
+    groups = [[file for file in target.files if (file.name in known) is is_known] for is_known in (True, False)]
     own = [
-        group[position]
-        for group in split_known(target.files, known)
-        for position in shares([file.size for file in group], team.size)[team.rank]
+        group[position] for group in groups for position in shares([file.size for file in group], team.size)[team.rank]
     ]
     for file in own:
-        if file.name in known and is_intact(staging / file.name, known[file.name], progress.advance):
-            progress.advance(file.size)
+        if file.name in known and is_intact(staging / file.name, known[file.name], advance):
+            advance(file.size)
         else:
-            facts = write_file(target.writer, file, staging / file.name, options.allow_nan, progress)
+            facts = write_file(target.writer, file, staging / file.name, allow_nan, advance)
             journal.add(file.name, facts)
     return {file.name: journal.files[file.name] for file in own}
-
-
-def split_known(
-    files: Sequence[PlannedFile], known: Mapping[str, Any]
-) -> tuple[Sequence[PlannedFile], Sequence[PlannedFile]]:
-    """Those whose hash is to be compared, and those that are to be written: ranks share each kind evenly."""
-    return [file for file in files if file.name in known], [file for file in files if file.name not in known]
 
 
 def _finish(target: Target, staging: Path, out: Path, facts: Mapping[str, Any]) -> None:
@@ -164,14 +142,14 @@ def _finish(target: Target, staging: Path, out: Path, facts: Mapping[str, Any]) 
 class _Told:
     """Progress of all ranks, told by this one."""
 
-    def __init__(self, progress: Progress, team: Team) -> None:
-        self._progress, self._team, self.size = progress, team, 0
+    def __init__(self, advance: Advance, team: Team) -> None:
+        self._advance, self._team, self.size = advance, team, 0
 
     def advance(self, size: int) -> None:
         told = self._team.advance(size)
         self.size += told
         if told:
-            self._progress.advance(told)
+            self._advance(told)
 
 
 def check_space(out: Path, size: int) -> None:

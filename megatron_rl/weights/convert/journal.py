@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import xxhash
 
 from megatron_rl.files import write_atomic
 from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert.one_file import Advance
 
 _PATTERN = "journal-*.json"
 _BUFFER_BYTES = 8 * 2**20
@@ -65,8 +66,8 @@ def forget(staging: Path) -> None:
         path.unlink()
 
 
-def is_intact(path: Path, facts: Mapping[str, Any], advance: Callable[[int], object]) -> bool:
-    """Whether a file has the recorded size and hash; `advance` is told about the bytes that were read."""
+def is_intact(path: Path, facts: Mapping[str, Any], advance: Advance) -> bool:
+    """Whether a file has the recorded size and hash; `advance` is called meanwhile."""
     if not path.is_file() or path.stat().st_size != facts["size"]:
         return False
     state, buffer = xxhash.xxh3_128(), bytearray(_BUFFER_BYTES)

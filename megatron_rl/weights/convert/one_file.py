@@ -15,6 +15,8 @@ from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.tensors import Rows, blocks, size_of
 from megatron_rl.weights.finite import is_finite
 
+Advance = Callable[[int], object]
+"""Is told that so many more bytes of tensors were handled."""
 _STEP_BYTES, _SEND_BYTES, _PENDING_BYTES = 2**20, 16 * 2**20, 48 * 2**20
 
 
@@ -41,19 +43,12 @@ class FileWriter(Protocol):
         """What `Target.finish` must know about the file; anything that JSON can hold."""
 
 
-class Progress(Protocol):
-    """Is told about bytes; see `cli_convert`."""
-
-    def advance(self, size: int) -> None:
-        """So many bytes of tensors are written, or were there already."""
-
-
 def write_file(
     begin: Callable[[PlannedFile, IO[bytes]], FileWriter],
     file: PlannedFile,
     path: Path,
     allow_nan: bool,
-    progress: Progress,
+    advance: Advance,
 ) -> dict[str, Any]:
     """Write `file` to `path`, which appears complete; returns its size, hash, record and tensors that are not finite.
 
@@ -75,7 +70,7 @@ def write_file(
                     )
                 not_finite.append(tensor.name)
             writer.put(tensor, first, data)
-            progress.advance(data.numel() * data.dtype.itemsize)
+            advance(data.numel() * data.dtype.itemsize)
         record = writer.record()
         os.fsync(raw.fileno())
         os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
