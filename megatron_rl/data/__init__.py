@@ -4,18 +4,18 @@ Names are loaded on first use, so that a reward worker that needs only `PromptRe
 Never imports torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cursor import PromptCursor
-    from .dataset import PromptDataset
-    from .lengths import check_targets, fit_to_length
-    from .records import DataError, PromptRecord
-    from .tokenizer import PromptTokenizer
-    from .turn_frame import TurnFrame
+    from .cursor import PromptCursor as PromptCursor
+    from .dataset import PromptDataset as PromptDataset
+    from .lengths import check_targets as check_targets
+    from .lengths import fit_to_length as fit_to_length
+    from .records import DataError as DataError
+    from .records import PromptRecord as PromptRecord
+    from .tokenizer import PromptTokenizer as PromptTokenizer
+    from .turn_frame import TurnFrame as TurnFrame
 
 _HOME = {
     "DataError": "records",
@@ -27,16 +27,6 @@ _HOME = {
     "check_targets": "lengths",
     "fit_to_length": "lengths",
 }
-__all__ = [
-    "DataError",
-    "PromptCursor",
-    "PromptDataset",
-    "PromptRecord",
-    "PromptTokenizer",
-    "TurnFrame",
-    "check_targets",
-    "fit_to_length",
-]
 
 
 def __getattr__(name: str) -> Any:

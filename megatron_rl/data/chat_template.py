@@ -32,7 +32,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise DataError(f"{origin}: not a valid chat template (line {error.lineno}: {error.message})") from None
 
-    def render(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text, ending with what introduces the assistant's turn.
 
         Raises `DataError` when the template refuses the messages (an unknown role, two user turns in a row, ...).
@@ -44,7 +44,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
-                **{**self._special_tokens, **variables},
+                **self._special_tokens,
             )
         except jinja2.TemplateError as error:
             roles = [message.get("role") for message in messages]

@@ -6,39 +6,25 @@ once an epoch whatever the sizes of the requests.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
 from .records import DataError
 
 
-class CursorState(TypedDict):
-    """What a checkpoint keeps of a cursor."""
-
-    size: int
-    seed: int
-    shuffle: bool
-    fingerprint: str
-    drawn: int
-
-
 class PromptCursor:
-    """Deals the indices of a dataset of `size` records, epoch after epoch.
+    """Deals the indices of a dataset of `size` records, at least 1, epoch after epoch.
 
     >>> cursor = PromptCursor(3, seed=0, shuffle=False)
-    >>> cursor.next(2), cursor.next(2), cursor.epoch, cursor.position
-    ([0, 1], [2, 0], 1, 1)
+    >>> cursor.next(2), cursor.next(2)
+    ([0, 1], [2, 0])
 
     `fingerprint` is the dataset's, so that a state is only taken back for the same data. `drawn` counts all indices
     dealt so far; the n-th one ever dealt (from 0) is `index_at(n)` of epoch `n // size`.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool = True, fingerprint: str = "") -> None:
-        if size < 1:
-            raise DataError(f"a cursor over {size} prompts: there must be at least one")
-        if seed < 0:
-            raise DataError(f"seed={seed}: must not be negative")
         self.size = size
         self.seed = seed
         self.shuffle = shuffle
@@ -47,20 +33,8 @@ class PromptCursor:
         self._order_epoch = -1
         self._order: np.ndarray = np.empty(0, dtype=np.int64)
 
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self.drawn // self.size
-
-    @property
-    def position(self) -> int:
-        """Indices already dealt in the current epoch."""
-        return self.drawn % self.size
-
     def next(self, count: int) -> list[int]:
         """The next `count` indices; runs on into the next epoch."""
-        if count < 0:
-            raise ValueError(f"next({count}): must not be negative")
         dealt = [self.index_at(ordinal) for ordinal in range(self.drawn, self.drawn + count)]
         self.drawn += count
         return dealt
@@ -74,7 +48,7 @@ class PromptCursor:
             self._order, self._order_epoch = _permutation(self.size, self.seed, epoch), epoch
         return int(self._order[position])
 
-    def state_dict(self) -> CursorState:
+    def state_dict(self) -> dict[str, Any]:
         """What to save; plain JSON values."""
         return {
             "size": self.size,
@@ -84,21 +58,16 @@ class PromptCursor:
             "drawn": self.drawn,
         }
 
-    def load_state_dict(self, state: CursorState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved cursor was. Raises `DataError` when it dealt from other data or in another order."""
-        mine = self.state_dict()
-        try:
-            other = {key: (state[key], mine[key]) for key in ("size", "seed", "shuffle", "fingerprint")}
-            drawn = state["drawn"]
-        except KeyError as error:
-            raise DataError(f"the saved data position lacks {error}; the checkpoint is of another version") from None
-        different = [f"{key} {saved!r} then, {now!r} now" for key, (saved, now) in other.items() if saved != now]
+        mine = self.state_dict() | {"drawn": state["drawn"]}
+        different = [f"{key} {state[key]!r} then, {now!r} now" for key, now in mine.items() if state[key] != now]
         if different:
             raise DataError(
                 f"the saved data position belongs to other prompts or another order ({'; '.join(different)}); "
                 "resume with the data and seed of the first run, or start a new run"
             )
-        self.drawn = drawn
+        self.drawn = state["drawn"]
 
 
 def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -97,7 +97,8 @@ class _Index:
 
 
 def _scan(file: IO[bytes], path: Path, require: Sequence[str], max_prompts: int | None) -> tuple[_Index, str]:
-    index, content, ids = _Index(), hashlib.blake2b(digest_size=16), _SeenIds()
+    index, content = _Index(), hashlib.blake2b(digest_size=16)
+    line_of: dict[bytes, int] = {}  # by 16 bytes of hash instead of the id's text
     for offset, line_number, line in _lines(file):
         content.update(line)
         record = _parse(line, path, line_number)
@@ -105,8 +106,8 @@ def _scan(file: IO[bytes], path: Path, require: Sequence[str], max_prompts: int 
         missing = [key for key in require if getattr(record, key) is None]
         if missing:
             raise DataError(f'{where}: key "{missing[0]}" is missing; every record needs it here')
-        first = ids.add(record.id, line_number)
-        if first is not None:
+        first = line_of.setdefault(hashlib.blake2b(record.id.encode(), digest_size=16).digest(), line_number)
+        if first != line_number:
             raise DataError(f"{where}: id {record.id!r} stands in line {first} already; ids must be unique")
         index.append(offset, len(line), line_number)
         if len(index) == max_prompts:
@@ -127,16 +128,3 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
 
 def _parse(line: bytes, path: Path, number: int) -> PromptRecord:
     return parse_line(line, f"{path}:{number}", default_id=f"{path.stem}:{number}", default_source=path.stem)
-
-
-class _SeenIds:
-    """Finds an id that stands twice, remembering 16 bytes of hash an id instead of its text."""
-
-    def __init__(self) -> None:
-        self._lines: dict[bytes, int] = {}
-
-    def add(self, record_id: str, line: int) -> int | None:
-        """The line where the id stood before, or None."""
-        key = hashlib.blake2b(record_id.encode(), digest_size=16).digest()
-        first = self._lines.setdefault(key, line)
-        return None if first == line else first

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -42,7 +42,7 @@ def sort_digits(seed: int, train: int, evaluation: int, sft: int, digits: int = 
     rng = random.Random(f"sort-digits {digits} {seed}")
     records = [_sorting_record(f"{code:0{digits}d}") for code in rng.sample(range(available), train + evaluation)]
     prompts = records[evaluation:]
-    targets = [_with_target(record, _sorting_target(record, rng)) for record in _cycle(prompts, sft, rng)]
+    targets = [replace(record, target=_sorting_target(record, rng)) for record in _cycle(prompts, sft, rng)]
     return Prompts(prompts, records[:evaluation], targets)
 
 
@@ -96,10 +96,7 @@ def countdown(
         )
     every = list(records.values())
     prompts = every[evaluation:]
-    targets = [
-        _with_target(record, f"<think></think><answer>{_expression(record.extra['numbers'], operators, rng)}</answer>")
-        for record in _cycle(prompts, sft, rng)
-    ]
+    targets = [replace(record, target=_guess(record, operators, rng)) for record in _cycle(prompts, sft, rng)]
     return Prompts(prompts, every[:evaluation], targets)
 
 
@@ -137,13 +134,12 @@ def _reach(order: list[int], operators: str, rng: random.Random) -> Fraction:
     return value
 
 
-def _expression(given: list[int], operators: str, rng: random.Random) -> str:
+def _guess(record: PromptRecord, operators: str, rng: random.Random) -> str:
+    """The record's numbers in random order with random operations between them, in the form of an answer."""
+    given = record.extra["numbers"]
     first, *rest = rng.sample(given, len(given))
-    return str(first) + "".join(f"{rng.choice(operators)}{number}" for number in rest)
-
-
-def _with_target(record: PromptRecord, target: str) -> PromptRecord:
-    return PromptRecord(record.id, record.messages, record.answer, record.source, record.extra, target)
+    expression = str(first) + "".join(f"{rng.choice(operators)}{number}" for number in rest)
+    return f"<think></think><answer>{expression}</answer>"
 
 
 def _cycle(records: list[PromptRecord], count: int, rng: random.Random) -> Iterator[PromptRecord]:
@@ -153,5 +149,4 @@ def _cycle(records: list[PromptRecord], count: int, rng: random.Random) -> Itera
         if position == 0:
             order = rng.sample(records, len(records))
         record = order[position]
-        suffix = f"-{round_}" if round_ else ""
-        yield PromptRecord(record.id + suffix, record.messages, record.answer, record.source, record.extra)
+        yield replace(record, id=f"{record.id}-{round_}") if round_ else record

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from .dataset import PromptDataset
-from .records import DataError, PromptRecord
+from .records import DataError
+from .tokenizer import PromptTokenizer
 
 
-class Encoder(Protocol):
-    """The one method of `PromptTokenizer` that is needed here."""
-
-    def encode(self, record: PromptRecord) -> list[int]:
-        """Token ids of the prompt, chat template included."""
-
-
-class SupervisedEncoder(Protocol):
-    """The one method of `PromptTokenizer` that is needed for supervised examples."""
-
-    def encode_sft(self, record: PromptRecord) -> tuple[list[int], list[int]]:
-        """Token ids of prompt and target."""
-
-
-def check_targets(dataset: PromptDataset, tokenizer: SupervisedEncoder, max_tokens: int, reason: str) -> None:
+def check_targets(dataset: PromptDataset, tokenizer: PromptTokenizer, max_tokens: int, reason: str) -> None:
     """Raise `DataError`, naming the longest, when prompt and target together have more than `max_tokens` tokens.
 
     `reason` says which key or file sets that bound.
@@ -38,7 +23,7 @@ def check_targets(dataset: PromptDataset, tokenizer: SupervisedEncoder, max_toke
 
 
 def fit_to_length(
-    dataset: PromptDataset, tokenizer: Encoder, max_prompt_tokens: int, drop: bool
+    dataset: PromptDataset, tokenizer: PromptTokenizer, max_prompt_tokens: int, drop: bool
 ) -> tuple[PromptDataset, int]:
     """The records whose prompt has at most `max_prompt_tokens` tokens, and the number of those left out.
 

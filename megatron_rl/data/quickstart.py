@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +18,7 @@ from typing import Literal
 import orjson
 
 from .generators import Prompts, countdown, sort_digits
-from .records import DataError, PromptRecord
+from .records import DataError
 from .tiny_model import write_tiny_model
 
 MARK = "quickstart.json"
@@ -86,14 +85,10 @@ def _fill(directory: Path, what: Quickstart, prompts: Prompts) -> None:
     if what.model:
         write_tiny_model(directory / "model", what.seed, what.experts)
     for name, records in (("train", prompts.train), ("eval", prompts.evaluation), ("sft", prompts.sft)):
-        write_records(directory / f"{name}.jsonl", records)
+        lines = b"".join(orjson.dumps(record.to_dict()) + b"\n" for record in records)
+        (directory / f"{name}.jsonl").write_bytes(lines)
     (directory / MARK).write_bytes(orjson.dumps(asdict(what), option=orjson.OPT_INDENT_2) + b"\n")
     for file in directory.rglob("*"):
         if file.is_file():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-
-
-def write_records(file: Path, records: Iterable[PromptRecord]) -> None:
-    """One line of JSON a record, as `PromptDataset.load` reads them."""
-    file.write_bytes(b"".join(orjson.dumps(record.to_dict()) + b"\n" for record in records))

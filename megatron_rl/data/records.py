@@ -71,11 +71,6 @@ def parse_line(line: bytes, where: str, default_id: str, default_source: str) ->
         raise DataError(f"{where}: not valid JSON ({error}); every line must be one JSON object") from None
     if not isinstance(value, dict):
         raise DataError(f'{where}: the line is {_kind(value)}; it must be an object such as {{"prompt": "..."}}')
-    return record_from_dict(value, where, default_id, default_source)
-
-
-def record_from_dict(value: dict[str, Any], where: str, default_id: str, default_source: str) -> PromptRecord:
-    """As `parse_line`, from the object that the line holds."""
     for key in value:
         if key not in KEYS:
             raise DataError(f"{where}: unknown key {key!r}{_nearest(key)}; allowed are {', '.join(sorted(KEYS))}")

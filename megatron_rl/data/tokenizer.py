@@ -23,8 +23,8 @@ class PromptTokenizer:
     """Encodes prompts with the chat template of the model in `model_path`.
 
     `system_prompt` goes before every prompt without a system message of its own. `chat_template` is a Jinja file used
-    instead of the model's own. `template_variables` reach the template (`enable_thinking`, ...).
-    `eos_token_ids` are the tokens that end a response, the one that supervised targets end with first.
+    instead of the model's own. `eos_token_ids` are the tokens that end a response, the one that supervised targets end
+    with first.
     Raises `DataError` when the directory lacks a file or says nothing about how prompts are written.
     """
 
@@ -34,7 +34,6 @@ class PromptTokenizer:
         system_prompt: str | None = None,
         *,
         chat_template: str | Path | None = None,
-        template_variables: dict[str, Any] | None = None,
     ) -> None:
         self._path = path = Path(model_path)
         config = _read_json(path / "tokenizer_config.json") or {}
@@ -43,7 +42,6 @@ class PromptTokenizer:
         self._model_vocab_size: int | None = vocab_size if isinstance(vocab_size, int) else None
         self._special_tokens = _special_tokens(path, config)
         self._system_prompt = system_prompt
-        self._variables = dict(template_variables or {})
         source, origin = _template_source(path, config, chat_template)
         self._template = ChatTemplate(source, origin, self._special_tokens)
         self.eos_token_ids: list[int] = self._find_eos_token_ids(path)
@@ -58,7 +56,7 @@ class PromptTokenizer:
         messages = list(record.messages)
         if self._system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": self._system_prompt})
-        return self._template.render(messages, **self._variables)
+        return self._template.render(messages)
 
     def encode(self, record: PromptRecord) -> list[int]:
         """Token ids of the prompt, up to where the response begins. Raises `DataError` when there are none."""

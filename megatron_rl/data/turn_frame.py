@@ -11,24 +11,12 @@ sampled tokens as they are:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from .records import ROLES, DataError, PromptRecord
+from .tokenizer import PromptTokenizer
 
 ANSWER, MESSAGE = "ANSWER-4f1c", "MESSAGE-9b27"
 """Stand for an answer of the model and for what follows it; no template changes such words."""
-
-
-class Renderer(Protocol):
-    """The part of `PromptTokenizer` that is needed here."""
-
-    eos_token_ids: list[int]
-
-    def render(self, record: PromptRecord) -> str:
-        """Messages as text, up to where the next response begins."""
-
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text as it stands."""
 
 
 class TurnFrame:
@@ -41,7 +29,7 @@ class TurnFrame:
         DataError: the model's chat template does not put such a message behind the answer, once and as it stands.
     """
 
-    def __init__(self, tokenizer: Renderer, role: str) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, role: str) -> None:
         if role not in ROLES:
             raise DataError(f"role {role!r} is unknown; allowed are {', '.join(ROLES)}")
         self._tokenizer, self._role = tokenizer, role

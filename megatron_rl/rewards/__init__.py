@@ -3,18 +3,14 @@
 Names are loaded on first use: a worker process imports the verifiers it runs and nothing else.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compose import RewardResult
-    from .pool import RewardPool
-    from .registry import RewardError
+    from .pool import RewardPool as RewardPool
+    from .registry import RewardError as RewardError
 
-_HOME = {"RewardError": "registry", "RewardPool": "pool", "RewardResult": "compose"}
-__all__ = ["RewardError", "RewardPool", "RewardResult"]
+_HOME = {"RewardError": "registry", "RewardPool": "pool"}
 
 
 def __getattr__(name: str) -> Any:

@@ -70,10 +70,10 @@ def test_ids_and_text_equal_those_of_transformers(model, tmp_path_factory, templ
         named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": source}]
         set_config(model, chat_template=source if place == "tokenizer_config.json" else named)
     theirs = AutoTokenizer.from_pretrained(model)
-    ours = PromptTokenizer(model, chat_template=chosen, template_variables={"enable_thinking": False})
+    ours = PromptTokenizer(model, chat_template=chosen)
     for messages in CONVERSATIONS:
         prompt = record(messages)
-        options = {"add_generation_prompt": True, "enable_thinking": False}
+        options = {"add_generation_prompt": True}
         if chosen is not None:
             options["chat_template"] = source
         text = theirs.apply_chat_template(list(prompt.messages), tokenize=False, **options)
