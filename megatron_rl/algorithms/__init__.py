@@ -9,6 +9,6 @@ rollout controller uses `shaping`, `dynamic` and `evaluation`, which never need 
     normalisation        token counts -> one weight a sample                                (numpy)
     losses, kl, spec     log-probs, advantages, weights -> the loss of one micro-batch      (torch)
     token_statistics     the same tensors -> sums for the metrics                           (torch)
-    evaluation           pass@k, maj@k and their intervals                                  (numpy)
+    evaluation           pass@k and its intervals                                           (numpy)
     schedules            the learning rate of a step                                        (plain Python)
 """

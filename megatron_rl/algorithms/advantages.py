@@ -52,29 +52,17 @@ def compute_advantages(
 
     Returns:
         [B] float64, finite; 0 where `usable_samples` is False. Those samples must also be masked out of the loss.
-
-    Raises:
-        ValueError: array lengths differ, or a group has fewer than 2 members and the kind compares within groups.
     """
     r, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     n, usable = np.asarray(lengths, dtype=np.float64), usable_samples(rewards, valid)
-    if not r.shape == ids.shape == n.shape == usable.shape or r.ndim != 1:
-        raise ValueError(
-            f"rewards {r.shape}, group_ids {ids.shape}, lengths {n.shape}, valid {usable.shape}: expected [B] each"
-        )
     running = np.full_like(r, np.nan) if running_means is None else np.asarray(running_means, dtype=np.float64)
     advantages, informative = np.zeros_like(r), np.zeros(r.shape, dtype=bool)
-    for name, members in _groups(ids):
-        if len(members) < 2 and spec.kind != "reinforce_pp":
-            raise ValueError(
-                f"group {name} has {len(members)} sample; advantage={spec.kind} compares samples of one prompt and "
-                "needs at least 2: raise rollout.group_size or use advantage=reinforce_pp"
-            )
-        members = members[usable[members]]
+    for group in _groups(ids):
+        members = group[usable[group]]
         if _is_uniform(r[members], alone_counts=spec.kind == "reinforce_pp"):
             continue
         informative[members] = True
-        advantages[members] = _WITHIN_GROUP[spec.kind](r[members], spec, running[members])
+        advantages[members] = WITHIN_GROUP[spec.kind](r[members], spec, running[members])
     if spec.kind.startswith("reinforce_pp"):
         return whiten(advantages, np.where(informative, n, 0.0), spec.shift_mean)
     return advantages
@@ -100,12 +88,10 @@ def whiten(values: Float, token_counts: Float, shift_mean: bool = True) -> Float
     return np.where(counted, shifted / np.sqrt(variance + WHITEN_OFFSET), 0.0)
 
 
-def _groups(ids: NDArray) -> list[tuple[object, NDArray[np.intp]]]:
-    """`(id, positions)` of every group."""
-    names, inverse = np.unique(ids, return_inverse=True)
-    order = np.argsort(inverse, kind="stable")
-    ends = np.cumsum(np.bincount(inverse, minlength=len(names)))
-    return [(name, order[a:b]) for name, a, b in zip(names.tolist(), [0, *ends], ends, strict=False)]
+def _groups(ids: NDArray) -> list[NDArray[np.intp]]:
+    """Positions of the members of every group."""
+    _, inverse = np.unique(ids, return_inverse=True)
+    return np.split(np.argsort(inverse, kind="stable"), np.cumsum(np.bincount(inverse))[:-1])
 
 
 def _is_uniform(r: Float, alone_counts: bool) -> bool:
@@ -153,7 +139,7 @@ def _raw(r: Float, spec: AdvantageSpec, running: Float) -> Float:
     return r
 
 
-_WITHIN_GROUP: dict[str, Callable[[Float, AdvantageSpec, Float], Float]] = {
+WITHIN_GROUP: dict[str, Callable[[Float, AdvantageSpec, Float], Float]] = {
     "grpo": _grpo,
     "dr_grpo": _centred,
     "rloo": _rloo,

@@ -30,13 +30,8 @@ class BatchCounts:
         n = np.asarray(n_tokens)
         return cls(tokens=int(n.sum()), sequences=int((n > 0).sum()))
 
-    def __add__(self, other: BatchCounts) -> BatchCounts:
-        return BatchCounts(self.tokens + other.tokens, self.sequences + other.sequences)
 
-
-def token_weights(
-    normalisation: str, n_tokens: ArrayLike, constant: float | None = None, counts: BatchCounts | None = None
-) -> NDArray[np.float64]:
+def token_weights(normalisation: str, n_tokens: ArrayLike, constant: float = 1.0) -> NDArray[np.float64]:
     """Weight of each trainable token of a sequence, one number per sequence.
 
         token_mean              1 / Σ_i N_i              (2503.14476)
@@ -47,29 +42,18 @@ def token_weights(
 
     Args:
         normalisation: one of NORMALISATIONS.
-        n_tokens: [B] trainable tokens N_i of each sequence.
-        constant: L, a configured length such as the longest response, never a padded width; `constant` only.
-        counts: global counts when `n_tokens` is only one rank's or micro-batch's part; None: it is the whole batch.
+        n_tokens: [B] trainable tokens N_i of each sequence of the whole batch.
+        constant: L > 0, a configured length such as the longest response, never a padded width; `constant` only.
 
     Returns:
         [B] float64; 0 for a fully masked sequence, so all 0 for a fully masked batch.
-
-    Raises:
-        ValueError: an unknown normalisation, or `constant` without a positive L.
     """
     n = np.asarray(n_tokens, dtype=np.float64)
-    counts = BatchCounts.of(n) if counts is None else counts
+    counts = BatchCounts.of(n)
     if normalisation == "token_mean":
         denominator = np.full_like(n, counts.tokens)
     elif normalisation == "seq_mean_token_mean":
         denominator = n * counts.sequences
-    elif normalisation == "constant":
-        if constant is None or not constant > 0:
-            raise ValueError(
-                f"normalisation=constant needs a length greater than 0, such as the longest response; got {constant}"
-            )
-        denominator = np.full_like(n, counts.sequences * constant)
     else:
-        raise ValueError(f"normalisation={normalisation!r}: use one of {', '.join(NORMALISATIONS)}")
-    live = n > 0
-    return np.divide(1.0, denominator, out=np.zeros_like(n), where=live)
+        denominator = np.full_like(n, counts.sequences * constant)
+    return np.divide(1.0, denominator, out=np.zeros_like(n), where=n > 0)

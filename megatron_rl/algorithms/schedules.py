@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-LR_SCHEDULES = ("constant", "linear", "cosine")
-
 
 def learning_rate(
     step: int,
@@ -28,12 +26,7 @@ def learning_rate(
         min_lr: where linear and cosine end.
         warmup_steps: 0 = none.
         total_steps: all updates, warm-up included; not used by `constant`.
-
-    Raises:
-        ValueError: an unknown schedule.
     """
-    if schedule not in LR_SCHEDULES:
-        raise ValueError(f"lr_schedule={schedule!r}: use one of {', '.join(LR_SCHEDULES)}")
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if schedule == "constant":

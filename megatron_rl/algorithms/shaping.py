@@ -14,14 +14,9 @@ def overlong_penalty(length: int, max_length: int, cache: int, scale: float = 1.
         -scale                                      beyond
 
     Args:
-        length: response tokens. max_length: L_max, which includes the cache. cache: L_cache. scale: size of the full
-            punishment.
-
-    Raises:
-        ValueError: `cache` is not within 1 .. max_length.
+        length: response tokens. max_length: L_max, which includes the cache. cache: L_cache, 1 .. L_max. scale: size
+            of the full punishment.
     """
-    if not 0 < cache <= max_length:
-        raise ValueError(f"overlong_cache={cache}: it must be within 1 .. {max_length} (the longest response)")
     excess = length - (max_length - cache)
     return -scale * min(1.0, max(0.0, excess / cache)) if excess > 0 else 0.0
 

@@ -1,27 +1,17 @@
-"""Plain, frozen options of the pure functions in this package; reading YAML belongs in `megatron_rl.config`."""
+"""Plain, frozen options of the pure functions in this package; what they may be, `config` checks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KL_ESTIMATORS = ("k2", "k3")
-CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mis": (0.5, 5.0)}
-"""Token corrections and their usual bounds on the ratio of the old to the behaviour policy."""
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-WITHOUT_DUAL_CLIP = ("gspo", "gspo_token", "cispo", "sapo", "gmpo", "opmd", "nll")
-STDS = ("population", "sample", "none")
+from megatron_rl.config.algorithm_rules import CORRECTION_BOUNDS
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Everything that `losses.policy_loss` needs besides tensors. One spec serves every loss of the registry.
-
-    Raises:
-        ValueError: a value outside its range, naming it and what is allowed.
-    """
+    """Everything that `losses.policy_loss` needs besides tensors. One spec serves every loss of the registry."""
 
     kind: str = "ppo"
     """Name in `losses.LOSSES`, or `module:function` for a loss of one's own."""
@@ -65,28 +55,6 @@ class LossSpec:
 
         return self.sequence_bounds is not None or find_loss(self.kind).sequence_terms is not None
 
-    def __post_init__(self) -> None:
-        for name in ("eps_low", "eps_high", "kl_coef", "entropy_coef"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be a finite number, 0 or greater")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(
-                f"dual_clip={self.dual_clip}: it must be greater than 1 (3 is usual), or None to switch it off"
-            )
-        if self.dual_clip is not None and self.kind in WITHOUT_DUAL_CLIP:
-            raise ValueError(f"dual_clip={self.dual_clip}: loss={self.kind} has no such bound; use None")
-        if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(
-                f"kl_estimator={self.kl_estimator!r}: a loss takes {' or '.join(KL_ESTIMATORS)}; k1 has zero expected "
-                "gradient there and only makes sense in the reward"
-            )
-        if self.correction is not None and self.correction not in CORRECTION_BOUNDS:
-            raise ValueError(f"correction={self.correction!r}: use one of {', '.join(CORRECTION_BOUNDS)}, or None")
-        for name in ("correction_bounds", "sequence_bounds"):
-            bounds = getattr(self, name)
-            if bounds is not None and not 0 <= bounds[0] < bounds[1]:
-                raise ValueError(f"{name}={bounds}: write two ratios, 0 <= lower < upper")
-
     @classmethod
     def from_config(cls, algorithm: Any) -> LossSpec:
         """The spec of a config section `algorithm`. A KL term that acts on the reward is not in the loss."""
@@ -109,25 +77,16 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """How `advantages.compute_advantages` turns rewards into advantages.
-
-    Raises:
-        ValueError: an unknown name, with the allowed ones.
-    """
+    """How `advantages.compute_advantages` turns rewards into advantages."""
 
     kind: str = "grpo"
-    """One of ADVANTAGES."""
+    """grpo, dr_grpo, rloo, reinforce_pp or reinforce_pp_baseline."""
     std: str = "population"
     """What `grpo` divides by: population or sample standard deviation of the group, or none."""
     shift_mean: bool = True
     """Whitening subtracts the batch mean; False divides only."""
     ema_baseline: float = 0.0
     """λ, the share of the running mean reward of a sample's source in the baseline of `grpo`; 0 = off."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("kind", ADVANTAGES), ("std", STDS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"advantage {name}={getattr(self, name)!r}: use one of {', '.join(allowed)}")
 
     @classmethod
     def from_config(cls, algorithm: Any) -> AdvantageSpec:

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.advantages import compute_advantages, usable_samples, whiten
-from megatron_rl.algorithms.spec import ADVANTAGES, AdvantageSpec
+from megatron_rl.algorithms.advantages import WITHIN_GROUP, compute_advantages, usable_samples, whiten
+from megatron_rl.algorithms.spec import AdvantageSpec
 
 PROPERTY = settings(max_examples=60, deadline=None)
-COMPARING = [kind for kind in ADVANTAGES if kind != "reinforce_pp"]
+COMPARING = [kind for kind in WITHIN_GROUP if kind != "reinforce_pp"]
 
 
 def advantages(rewards, groups, spec, lengths=None, valid=None):
@@ -49,7 +49,7 @@ def test_grpo_offsets_the_standard_deviation_by_1e_6():
     np.testing.assert_allclose(found, [-0.5, 0.5], rtol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", WITHIN_GROUP)
 @given(seed=st.integers(0, 2**32 - 1))
 @PROPERTY
 def test_permuting_samples_permutes_advantages(kind, seed):
@@ -101,7 +101,7 @@ def test_groups_are_keyed_by_id_wherever_their_members_stand():
     np.testing.assert_array_equal(found, [0.5, -1.0, -0.5, 1.0])
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", WITHIN_GROUP)
 def test_a_uniform_group_gets_zero_and_leaves_the_others_alone(kind):
     spec, lengths = AdvantageSpec(kind), [3, 4, 5, 6]
     alone = advantages([1.0, 0.0], [0, 0], spec, lengths[:2])
@@ -110,7 +110,7 @@ def test_a_uniform_group_gets_zero_and_leaves_the_others_alone(kind):
     assert np.all(alone != 0)
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", WITHIN_GROUP)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_reward_leaves_its_group_and_gets_zero(kind, bad):
     spec = AdvantageSpec(kind)
@@ -129,12 +129,6 @@ def test_a_sample_without_a_reward_is_treated_like_a_non_finite_one():
 def test_a_masked_sample_stays_in_the_statistics_of_its_group():
     found = advantages([1.0, 0.0, 0.0, 0.0], [0] * 4, AdvantageSpec("dr_grpo"), lengths=[0, 5, 5, 5])
     np.testing.assert_array_equal(found, [0.75, -0.25, -0.25, -0.25])
-
-
-@pytest.mark.parametrize("kind", COMPARING)
-def test_a_group_of_one_is_refused_by_name(kind):
-    with pytest.raises(ValueError, match=r"group lonely has 1 sample.*reinforce_pp"):
-        advantages([1.0, 0.0, 1.0], ["pair", "pair", "lonely"], AdvantageSpec(kind))
 
 
 @pytest.mark.parametrize("kind", COMPARING)
@@ -175,13 +169,3 @@ def test_whitening_fewer_than_two_tokens_gives_zero(counts):
 
 def test_an_empty_batch_has_no_advantages():
     assert advantages([], [], AdvantageSpec("grpo")).shape == (0,)
-
-
-def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"expected \[B\] each"):
-        compute_advantages([1.0, 0.0], [0, 0, 0], [1, 1], [True, True], AdvantageSpec())
-
-
-def test_an_unknown_advantage_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"gae.*grpo, dr_grpo"):
-        AdvantageSpec("gae")

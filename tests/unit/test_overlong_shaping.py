@@ -24,12 +24,6 @@ def test_the_soft_punishment_scales():
     assert overlong_penalty(95, max_length=100, cache=10, scale=0.5) == pytest.approx(-0.25)
 
 
-@pytest.mark.parametrize("cache", [0, -1, 101])
-def test_a_cache_that_does_not_fit_is_refused(cache):
-    with pytest.raises(ValueError, match=rf"overlong_cache={cache}.*1 \.\. 100"):
-        overlong_penalty(50, max_length=100, cache=cache)
-
-
 @settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 2000), st.integers(0, 5000), st.floats(0.1, 2))
 def test_the_punishment_is_never_positive_and_grows_with_length(cache, extra, length, scale):

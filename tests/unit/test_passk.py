@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.evaluation import bootstrap_interval, maj_at_k, pass_at_k, share_interval
+from megatron_rl.algorithms.evaluation import bootstrap_interval, pass_at_k, share_interval
 
 
 @pytest.mark.parametrize(
@@ -37,34 +37,6 @@ def test_pass_at_k_does_not_overflow():
     assert pass_at_k(100_000, 10, 5_000) == pytest.approx(1 - 0.95**10, rel=1e-3)
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
-def test_pass_at_k_refuses_impossible_counts(n, c, k):
-    with pytest.raises(ValueError, match=f"pass@{k} from {n} samples"):
-        pass_at_k(n, c, k)
-
-
-@pytest.mark.parametrize(
-    ("answers", "k", "expected"),
-    [
-        (["a", "b", "a"], 3, 1.0),
-        (["b", "b", "a"], 3, 0.0),
-        (["a", "b"], 2, 0.5),  # a tie shares the vote
-        (["a", None, None], 3, 1.0),  # no answer, no vote
-        ([None, None, None], 3, 0.0),
-        (["a", "b", "b", "a"], 1, 0.5),
-        (["a", "a", "b", "b"], 2, 0.5),  # the mean of two blocks
-        (["a", "a", "b"], 2, 1.0),  # the third answer does not fill a block
-    ],
-)
-def test_maj_at_k_counts_votes(answers, k, expected):
-    assert maj_at_k(answers, [a == "a" for a in answers], k) == expected
-
-
-def test_maj_at_k_refuses_more_votes_than_answers():
-    with pytest.raises(ValueError, match="maj@3 from 2 answers"):
-        maj_at_k(["a", "b"], [True, False], 3)
-
-
 def test_bootstrap_interval_is_reproducible_and_holds_the_mean():
     values = np.random.default_rng(0).random(80)
     low, high = bootstrap_interval(values, seed=1)
@@ -82,12 +54,7 @@ def test_bootstrap_interval_has_about_the_width_of_the_normal_one():
 @settings(deadline=None, max_examples=20)
 @given(st.floats(0, 1), st.integers(1, 30))
 def test_bootstrap_interval_of_equal_values_is_that_value(value, n):
-    assert bootstrap_interval([value] * n, seed=0, resamples=50) == (pytest.approx(value), pytest.approx(value))
-
-
-def test_bootstrap_interval_refuses_no_values():
-    with pytest.raises(ValueError, match="at least one value"):
-        bootstrap_interval([], seed=0)
+    assert bootstrap_interval([value] * n, seed=0) == (pytest.approx(value), pytest.approx(value))
 
 
 @pytest.mark.parametrize("n", [1, 8, 512])

@@ -211,9 +211,3 @@ def test_a_loss_with_one_ratio_per_sequence_asks_for_the_sequences() -> None:
     del tokens["sequences"]
     with pytest.raises(ValueError, match=r"loss=gspo .* pass `sequences`"):
         loss_and_gradient(tokens, KINDS["gspo"])
-
-
-@pytest.mark.parametrize("kind", ["gspo", "gspo_token", "cispo"])
-def test_a_dual_clip_is_refused_where_it_has_no_meaning(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"dual_clip=3.0: loss={kind}"):
-        LossSpec(kind, dual_clip=3.0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..spec import LossSpec
-from .inputs import FREE, LossInputs
+from .inputs import LossInputs
 
 
-def token_loss(inputs: LossInputs, spec: LossSpec) -> tuple[Tensor, Tensor]:
-    """Loss -logp [T] and flags int8 [T], all free."""
-    return -inputs.log_probs, torch.full_like(inputs.log_probs, FREE, dtype=torch.int8)
+def token_loss(inputs: LossInputs, spec: LossSpec) -> Tensor:
+    """Loss -logp [T]."""
+    return -inputs.log_probs
