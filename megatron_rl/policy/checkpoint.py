@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import ConfigError
 from megatron_rl.files import sync
 from megatron_rl.policy.digest import digest_of_file
 from megatron_rl.policy.manifest import FileFacts, Manifest
@@ -111,19 +112,19 @@ def latest(run_dir: Path) -> Path | None:
 
 
 def at(run_dir: Path, step: int) -> Path:
-    """The checkpoint of `step`.
+    """The checkpoint of `step`, as --resume-from asks for it.
 
     Raises:
-        CheckpointError: there is none; the message lists those there are.
+        ConfigError: there is none; the message lists those there are.
     """
-    found = _all(run_dir)
-    for path in found:
-        if step_of(path) == step:
-            return path
-    listed = ", ".join(str(step_of(path)) for path in found) or "none"
-    raise CheckpointError(
-        f"{Path(run_dir) / 'checkpoints'} has no checkpoint of step {step}; it has those of: {listed}"
-    )
+    found = {step_of(path): path for path in _all(run_dir)}
+    if step not in found:
+        listed = ", ".join(map(str, found))
+        raise ConfigError(
+            f"--resume-from={step}: {Path(run_dir) / 'checkpoints'} has no checkpoint of step {step}; "
+            + (f"it has those of: {listed}; give one of these" if found else "it has none; begin without this option")
+        )
+    return found[step]
 
 
 def step_of(checkpoint: Path) -> int:

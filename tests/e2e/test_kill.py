@@ -316,10 +316,10 @@ def test_what_does_not_fit_the_earlier_run_is_refused_and_an_older_checkpoint_ca
         assert f"{damaged} has " in answer
         assert state in answer
         assert "--resume-from 2" in answer
-    assert "no checkpoint of step 3; it has those of: 2, 4" in refused("--resume-from=3")
+    assert "no checkpoint of step 3; it has those of: 2, 4" in refused("--resume-from=3", code=2)
     nowhere = train(tmp_path / "nowhere" / "run", inputs, *words, "--resume-from=3")
-    assert "has no checkpoint of step 3; it has those of: none" in nowhere.output
-    assert (nowhere.code, (tmp_path / "nowhere").exists()) == (1, False)
+    assert "has no checkpoint of step 3; it has none" in nowhere.output
+    assert (nowhere.code, (tmp_path / "nowhere").exists()) == (2, False)
     resumed = train(folder, inputs, *words, "--resume-from", "2")
     assert resumed.code == 0, resumed.output
     assert exact_metrics(folder) == before

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_rl.audit import cursor_of
-from megatron_rl.cli import app
+from megatron_rl.cli import app, main
 from megatron_rl.config import Config, ConfigError, dump, read_hf_config
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.data import DataError
@@ -126,6 +126,28 @@ def test_a_model_of_another_shape_than_the_run_s_is_refused_before_anything_star
     )
     with pytest.raises(CheckpointError, match=told):
         checkpoint_to_resume(theirs, Prompts(theirs), None)
+
+
+@pytest.mark.parametrize(("steps", "told"), [((2, 4), "those of: 2, 4; give one"), ((), "none; begin without")])
+def test_a_step_to_resume_from_that_was_not_saved_is_refused_with_those_that_were(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    steps: tuple[int, ...],
+    told: str,
+) -> None:
+    run = tmp_path / "run"
+    for step in steps:
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump(config(run, model, [], reward=reward("tests.unit.rollout_hooks:even_count"))))
+    monkeypatch.setattr(sys, "argv", ["megatron-rl", "train", str(file), "--resume-from", "3"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"--resume-from=3: {run}/checkpoints has no checkpoint of step 3; it has {told}" in capsys.readouterr().err
+    assert not (run / "logs").exists()
 
 
 def save(cfg: Config, prompts: Prompts) -> None:
