@@ -47,7 +47,7 @@ def shapes(model: Path) -> dict[str, list[int]]:
     return found
 
 
-def assert_engine_and_trainer_route_alike(run: FinishedRun, inputs: Path) -> None:
+def assert_engine_and_trainer_route_alike(run: FinishedRun, inputs: Path, *, newest_on_disk: int = 3) -> None:
     """Every row that was read is replayed, and is what the trainer would have chosen; so are the log-probs."""
     assert run.code == 0, run.output
     assert [row["step"] for row in run.steps] == [1, 2, 3]
@@ -64,7 +64,7 @@ def assert_engine_and_trainer_route_alike(run: FinishedRun, inputs: Path) -> Non
         assert set(table["weight_version_first"].to_pylist()) == {step}
         assert set(table["weight_version_last"].to_pylist()) == {step}
     newest = max((run.folder / "weights").glob("v*"))
-    assert newest.name == "v000003"
+    assert newest.name == f"v{newest_on_disk:06d}"
     assert shapes(newest) == shapes(inputs / "model")
 
 
@@ -104,7 +104,8 @@ def test_three_steps_agree_with_a_real_sglang(tmp_path: Path, inputs: Path, tran
     """Its experts, by its own words, are those that the trainer uses."""
     words = ("engine.kind=sglang", f"engine.python={SGLANG}", f"engine.weight_transport={transport}")
     run = train(tmp_path / "run", inputs, *SHORT, *words, config=CONFIG, timeout=900)
-    assert_engine_and_trainer_route_alike(run, inputs)
+    # A broadcast leaves on disk what an engine starts from, and nothing more.
+    assert_engine_and_trainer_route_alike(run, inputs, newest_on_disk=3 if transport == "disk" else 0)
 
 
 @pytest.mark.slow
