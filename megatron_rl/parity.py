@@ -373,7 +373,6 @@ def _one_rank(cfg: Config, prompts: int, file: Path, reload_engine: bool) -> Non
     setup_logging("trainer", dist.get_rank(), cfg.logging.level)
     progress = Progress("parity", mode=cfg.logging.console if dist.get_rank() == 0 else "quiet")
     try:
-        progress.__enter__()
         zero = RankZero(dist.distributed_c10d._get_default_store(), dist.get_rank())
         where = cfg.engine.urls or run.log("engine", 0)
         progress.stage(f"waiting up to {cfg.engine.ready_timeout_s:g} s for the engine ({where})")

@@ -77,7 +77,7 @@ def write_run(
     write_dump(path / "eval", 0, eval_prompts, 1, 0.07, rng)
     if scenario == "finished":
         before, after = eval_row(0.07), eval_row(skill_at(steps, steps))
-        RunResult.from_evaluations(before, after, train_seconds=163.4, steps=steps, seed=0, run_dir=path).write(path)
+        RunResult.from_evaluations(before, after, train_seconds=163.4, steps=steps, seed=0, run_dir=path).write()
     return path
 
 

@@ -28,7 +28,6 @@ class MetricInfo:
 _TOKENS = "trainable response tokens of the batch"
 _SEQUENCES = "sequences of the batch"
 _TRAINED = "sequences with at least one trainable token"
-_SAMPLES = "finished samples of the step, before groups are dropped"
 _ANSWERS = "evaluated samples"
 _ONE = "one value a step"
 _UNMASKED = "trainable response tokens before any is masked for its age"

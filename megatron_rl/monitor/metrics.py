@@ -15,7 +15,6 @@ from typing import SupportsFloat
 MetricValue = float | None
 """A number, or None where the value was not finite."""
 
-NON_FINITE = "system/non_finite_metrics"
 _NAME = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_.:@-]+)+")
 
 
@@ -56,17 +55,10 @@ class StepMetrics:
         for name, value in values.items():
             self.put(prefix + name, value)
 
-    @property
-    def non_finite(self) -> int:
-        """How many values of this step were NaN or infinite."""
-        return sum(value is None for value in self._values.values())
-
     def as_dict(self) -> dict[str, MetricValue]:
         """A copy in the order of insertion; `system/non_finite_metrics` is added when it is not 0."""
-        values = dict(self._values)
-        if self.non_finite:
-            values[NON_FINITE] = float(self.non_finite)
-        return values
+        missing = sum(value is None for value in self._values.values())
+        return self._values | ({"system/non_finite_metrics": float(missing)} if missing else {})
 
 
 class PhaseTimer:
@@ -96,8 +88,6 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside the `with` block as `time/<name>` (an exception included). `step` is taken."""
-        if name == "step":
-            raise MetricError("the phase name 'step' stands for the whole step; choose another one")
         self._charge()
         self._seconds.setdefault(name, 0.0)
         self._open.append(name)

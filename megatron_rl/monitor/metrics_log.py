@@ -31,8 +31,7 @@ class MetricsFileError(ValueError):
 class MetricsLog:
     """RUN/metrics.jsonl: one JSON object a row, keys `step`, `time` (seconds since 1970) and the metrics; null = NaN.
 
-    Rows are appended and flushed one by one, so that `tail -f` and a report see them at once; a crash can only tear the
-    last line, which the next opening removes.
+    Rows are appended and flushed one by one, so that `tail -f` and a report see them at once.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +44,7 @@ class MetricsLog:
     def write(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Append one row; NaN and infinities become null."""
         row = {"step": step, "time": round(time.time(), 3), **metrics}
-        self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+        self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal, Self
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
@@ -45,15 +45,7 @@ PHASES = {
 
 
 class Progress:
-    """The display of one run; use it as a context manager.
-
-    ```
-    with Progress("quickstart", mode=cfg.logging.console) as progress:
-        progress.stage("DAPO", total=60)
-        progress.phase("generate")              # e.g. PhaseTimer(on_phase=progress.phase)
-        progress.step(1, metrics.as_dict())
-    ```
-    """
+    """The display of one run, from its making until `close`."""
 
     def __init__(
         self,
@@ -69,7 +61,8 @@ class Progress:
         self._mode = ("rich" if capable else "plain") if mode == "auto" else mode
         self._clock = clock
         self._title = title
-        self._stage, self._total, self._done = "starting", None, 0
+        self._stage, self._done = "starting", 0
+        self._total: int | None = None
         self._phase = ""
         self._began = self._stage_began = clock()
         self._last_step_at: float | None = None
@@ -77,25 +70,14 @@ class Progress:
         self._latest: dict[str, float] = {}
         self._evaluated_at: int | None = None
         self._spinner = Spinner("dots", style="cyan")
-        self._live: Live | None = None
-
-    _total: int | None
-
-    def __enter__(self) -> Self:
+        # Transient: what stays behind is the last line of each stage and the closing table, not a frozen bar.
+        self._live = Live(self, console=self._console, refresh_per_second=5, transient=True)
         if self._mode == "rich":
-            # Transient: what stays behind is the last line of each stage and the closing table, not a frozen bar.
-            self._live = Live(self, console=self._console, refresh_per_second=5, transient=True)
             self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Take the live lines away; allowed more than once."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._live.stop()
 
     def stage(self, name: str, total: int | None = None, done: int = 0) -> None:
         """Begin a stage of `total` steps (None: unknown), `done` of which an earlier run already did."""

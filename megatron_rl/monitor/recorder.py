@@ -42,7 +42,6 @@ class Recorder:
         self._writers = Writers.open(run_dir, name=name, resume_step=resume_step, **writers)
         self._health = HealthMonitor(updates_per_batch=updates_per_batch, loss=loss)
         self.progress = Progress(name, mode=console)
-        self.progress.__enter__()
 
     def step(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """A step is complete."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,14 +56,14 @@ class RunResult:
             run_dir=str(run_dir),
         )
 
-    def write(self, run_dir: str | Path | None = None) -> Path:
-        """Write `result.json` into `run_dir` (default: the run's own), atomically, and return its path."""
-        content = orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        return write_atomic(Path(run_dir or self.run_dir) / FILE_NAME, content)
+    def write(self) -> Path:
+        """Write `result.json` into the run's directory, atomically, and return its path."""
+        content = orjson.dumps(self, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        return write_atomic(Path(self.run_dir) / FILE_NAME, content)
 
     def line(self) -> str:
         """`RESULT {json}` on one line, for scripts that read the last line of a run."""
-        return f"RESULT {orjson.dumps(asdict(self)).decode()}"
+        return f"RESULT {orjson.dumps(self).decode()}"
 
     @classmethod
     def read(cls, run_dir: str | Path) -> Self | None:

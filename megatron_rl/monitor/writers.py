@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 from megatron_rl.files import write_atomic
 
@@ -54,14 +54,14 @@ class TensorBoardWriter:
         self._warm_up: Any = None
 
     def write(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Add the finite values at `step` and flush them to the file."""
+        """Add the values at `step` and flush them to the file."""
         self._add(self._writer, step, {name: value for name, value in metrics.items() if not _is_sft(name)})
         if sft := {name: value for name, value in metrics.items() if _is_sft(name)}:
             self._warm_up = self._warm_up or self._open(str(self._warm_up_directory))
             self._add(self._warm_up, int(metrics.get(SFT_STEP) or 0), sft)
 
     def _add(self, writer: Any, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=v) for name, v in metrics.items() if _finite(v)]
+        values = [self._summary.Value(tag=name, simple_value=v) for name, v in metrics.items() if v is not None]
         if values:
             writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         writer.flush()
@@ -88,10 +88,6 @@ def _is_sft(name: str) -> bool:
     return name.startswith("sft/")
 
 
-def _finite(value: MetricValue) -> bool:
-    return value is not None and value - value == 0.0
-
-
 class WandbWriter:
     """Weights & Biases, when the package is there. Its own settings decide the rest (`WANDB_MODE=offline` works).
 
@@ -106,12 +102,8 @@ class WandbWriter:
         project: str,
         name: str,
         config: Mapping[str, Any],
-        mode: Literal["online", "offline", "disabled"] | None = None,
     ) -> None:
-        """Start or continue the run. `mode`: None leaves it to wandb, else `online`, `offline` or `disabled`.
-
-        Raises ModuleNotFoundError saying what to install when wandb is missing.
-        """
+        """Start or continue the run. Raises ModuleNotFoundError saying what to install when wandb is missing."""
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -125,7 +117,7 @@ class WandbWriter:
         run_id = id_file.read_text("utf-8").strip() if id_file.exists() else secrets.token_hex(4)
         write_atomic(id_file, run_id.encode())
         self._run = wandb.init(
-            project=project, name=name, config=dict(config), dir=str(run_dir), id=run_id, resume="allow", mode=mode
+            project=project, name=name, config=dict(config), dir=str(run_dir), id=run_id, resume="allow"
         )
         self._run.define_metric("sft/*", step_metric=SFT_STEP)
         self._run.define_metric("*", step_metric="step")
@@ -189,12 +181,6 @@ class Writers:
         """Close all; the record first."""
         self._record.close()
         self._each_view("close")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _each_view(self, method: str, *args: Any) -> None:
         for view in list(self._views):

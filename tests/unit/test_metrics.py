@@ -102,11 +102,6 @@ def test_the_running_phase_is_announced_also_when_it_is_returned_to() -> None:
     assert seen == ["generate", "pull", "generate"]
 
 
-def test_a_phase_cannot_take_the_name_of_the_whole_step() -> None:
-    with pytest.raises(MetricError, match="'step' stands for the whole step"), PhaseTimer().phase("step"):
-        pass
-
-
 def _names_used_elsewhere() -> Iterator[str]:
     yield from (rule.metric for rule in (*RULES, *clip_rules("ppo")))
     for chart in CHARTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import closing
 
 import pytest
 from rich.cells import cell_len
@@ -49,7 +50,7 @@ def text(target: Console) -> str:
 
 def test_without_a_terminal_every_step_is_one_plain_line() -> None:
     out, clock = console(terminal=False), Clock()
-    with Progress("quickstart", console=out, clock=clock) as progress:
+    with closing(Progress("quickstart", console=out, clock=clock)) as progress:
         progress.values(0, EVALUATION)
         progress.stage("DAPO", total=4)
         for step in (1, 2):
@@ -66,7 +67,7 @@ def test_without_a_terminal_every_step_is_one_plain_line() -> None:
 
 def test_a_narrow_pipe_still_gets_whole_lines() -> None:
     out = console(terminal=False, width=20)
-    with Progress("quickstart", console=out) as progress:
+    with closing(Progress("quickstart", console=out)) as progress:
         progress.stage("DAPO", total=4)
         progress.step(1, METRICS)
         progress.note("WARNING entropy collapse: a long explanation of what to do about it")
@@ -75,7 +76,7 @@ def test_a_narrow_pipe_still_gets_whole_lines() -> None:
 
 def test_the_warm_up_shows_its_own_numbers_and_they_go_with_it() -> None:
     out = console(terminal=False, width=200)
-    with Progress("quickstart", console=out) as progress:
+    with closing(Progress("quickstart", console=out)) as progress:
         progress.stage("SFT warm-up")
         progress.step(3, {"sft/loss": 1.25, "sft/format_valid": 0.9})
         progress.stage("DAPO", total=2)
@@ -107,7 +108,7 @@ def test_the_live_lines_fit_every_width(width: int) -> None:
 
 def test_a_terminal_gets_live_lines_with_notes_and_prints_above_them(capsys: pytest.CaptureFixture[str]) -> None:
     out = console(terminal=True)
-    with Progress("quickstart", console=out) as progress:
+    with closing(Progress("quickstart", console=out)) as progress:
         progress.stage("DAPO", total=60)
         progress.step(1, METRICS)
         progress.note("WARNING gap: look")
@@ -123,7 +124,7 @@ def test_a_terminal_gets_live_lines_with_notes_and_prints_above_them(capsys: pyt
 def test_no_color_is_obeyed() -> None:
     for environment, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
         out = console(terminal=True, **environment)
-        with Progress("quickstart", console=out) as progress:
+        with closing(Progress("quickstart", console=out)) as progress:
             progress.stage("DAPO", total=60)
             progress.note("WARNING gap: look")
         assert bool(re.search(r"\x1b\[(?:\d+;)*(?:3[0-7]|38|9[0-7])", text(out))) == coloured
@@ -131,7 +132,7 @@ def test_no_color_is_obeyed() -> None:
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines() -> None:
     out = console(terminal=True, TERM="dumb")
-    with Progress("quickstart", console=out) as progress:
+    with closing(Progress("quickstart", console=out)) as progress:
         progress.stage("DAPO", total=2)
         progress.step(1, METRICS)
     assert "\x1b[?25" not in text(out)
@@ -140,7 +141,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines() -> None:
 
 def test_quiet_prints_nothing() -> None:
     out = console(terminal=True)
-    with Progress("quickstart", mode="quiet", console=out) as progress:
+    with closing(Progress("quickstart", mode="quiet", console=out)) as progress:
         progress.stage("DAPO", total=2)
         progress.step(1, METRICS)
         progress.note("WARNING gap")
