@@ -103,7 +103,7 @@ class RolloutFeed:
 
     def pull(self, step: int) -> tuple[RolloutTable, list[LocalUpdate]]:
         """The step's table, and this rank's share of each update."""
-        table = RolloutTable.from_bytes(self._share(lambda: self._client.table_bytes(step)))
+        table = RolloutTable.from_bytes(self._share(lambda: self._client.table(step)))
         updates = plan_step(vars(table), self._cfg, step)
         return table, [self._pull_update(step, update) for update in updates]
 
@@ -113,7 +113,7 @@ class RolloutFeed:
 
     def _pull_update(self, step: int, update: Update) -> LocalUpdate:
         rows = update.samples[update.local(self._dp_rank)].tolist()
-        shard = self._share(lambda: self._client.samples_bytes(step, rows))
+        shard = self._share(lambda: self._client.samples(step, rows))
         return LocalUpdate(update, self._dp_rank, _sequence_batch(shard, self._routes))
 
     def _share(self, fetch: Callable[[], bytes]) -> bytes:

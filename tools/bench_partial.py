@@ -56,6 +56,7 @@ from megatron_rl.rollout.protocol import EngineError, SamplingSettings  # noqa: 
 from megatron_rl.rollout.pull import ControllerClient, ControllerError  # noqa: E402
 from megatron_rl.rollout.sample import Sample  # noqa: E402
 from megatron_rl.rollout.server import build_app  # noqa: E402
+from megatron_rl.rollout.wire import RolloutTable  # noqa: E402
 from tools.bench_common import BenchError, load_average, spread  # noqa: E402
 
 START_S = 180.0
@@ -117,7 +118,8 @@ class BudgetedEngines:
         if self._discards:
             for sample in samples:
                 if not sample.finished:
-                    sample.discard()
+                    fresh = Sample(sample.id, sample.group_id, sample.prompt_tokens, sample.temperature, sample.seed)
+                    vars(sample).update(vars(fresh), attempts=sample.attempts)
 
     def suspend(self, groups: Collection[str]) -> None:
         """As the client's."""
@@ -289,7 +291,7 @@ async def _run(cfg: Config, servers: Servers, lengths: Lengths, side: str, argum
         engines: Any = BudgetedEngines(client, lengths, seed, biased)
         controller = Controller(cfg, Prompts(cfg), engines, verifiers)
         token = secrets.token_urlsafe(16)
-        runner = web.AppRunner(build_app(controller, token, asyncio.Event()), access_log=None)
+        runner = web.AppRunner(build_app(controller, token), access_log=None)
         await runner.setup()
         loops = asyncio.create_task(controller.run())
         try:
@@ -313,7 +315,7 @@ def _train(cfg: Config, servers: Servers, first: int) -> Side:
         began = time.perf_counter()
         controller.set_weights_version(step)
         controller.wait_ready(step, STEP_S)
-        table = controller.table(step)
+        table = RolloutTable.from_bytes(controller.table(step))
         controller.wait_update(step + 1, STEP_S)
         engines.update_from_disk(cfg.model.path, step + 1)
         controller.done(step)

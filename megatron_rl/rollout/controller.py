@@ -76,7 +76,6 @@ from .route_files import RouteFiles
 from .routed import RouteFormat
 from .sample import Sample
 from .scheduler import Scheduler
-from .scoring import Verifiers
 from .server import build_app
 from .turns import TurnTaker, open_turns, turn_metrics
 from .wire import Gaps, RolloutTable, decode, encode, pack_groups, require_gaps, unpack_groups
@@ -114,7 +113,7 @@ class Controller:
         cfg: Config,
         prompts: Prompts,
         client: EngineClient,
-        verifiers: Verifiers,
+        verifiers: RewardPool,
         turns: TurnTaker | None = None,
     ) -> None:
         self._cfg, self._prompts, self._client = cfg, prompts, client
@@ -240,17 +239,16 @@ class Controller:
         """What became of every prompt drawn; `rejected` prompts are too long and never drawn."""
         return self.scheduler.pool.ledger | {"rejected": self._prompts.rejected}
 
-    def save_state(self) -> bytes:
-        """Everything that a resumed run needs, as one safetensors blob."""
+    async def save_state(self) -> bytes:
+        """Everything that a resumed run needs as one safetensors blob, once all files that it refers to are durable.
+
+        Raises OSError.
+        """
         state, groups = self.scheduler.state_dict()
         arrays, values = pack_groups(groups)
-        return encode(arrays, {"state": state, "groups": values, "rejected": self._prompts.rejected})
-
-    async def save_durably(self) -> bytes:
-        """`save_state`, once all files that it refers to are durable. Raises OSError."""
-        blob = self.save_state()
+        blob = encode(arrays, {"state": state, "groups": values, "rejected": self._prompts.rejected})
         if self._routes:
-            await self._routes.keep(self.scheduler.progress.step, self.scheduler.state_dict()[1])
+            await self._routes.keep(state["step"], groups)
         return blob
 
     def restore_state(self, blob: bytes) -> None:
@@ -276,7 +274,7 @@ def _route_files(cfg: Config, pool: GroupPool, maker: GroupMaker) -> RouteFiles 
 
 
 def run_controller(cfg: Config, host: str = "127.0.0.1", outlive_term: bool = False) -> None:
-    """Process entry: serve until POST /v1/shutdown, SIGTERM or SIGINT. `host` is the address to listen on.
+    """Process entry: serve until SIGTERM or SIGINT. `host` is the address to listen on.
 
     With `outlive_term`, SIGTERM does nothing: where all processes of a run get it, a trainer still has to fetch the
     controller's state for its checkpoint.
@@ -336,7 +334,7 @@ async def _urls_of_own_engines(cfg: Config, shutdown: asyncio.Event) -> list[str
 
 async def _serve_http(cfg: Config, controller: Controller, host: str, shutdown: asyncio.Event) -> None:
     token = secrets.token_urlsafe(32)
-    runner = web.AppRunner(build_app(controller, token, shutdown), access_log=None, shutdown_timeout=GRACE_S)
+    runner = web.AppRunner(build_app(controller, token), access_log=None, shutdown_timeout=GRACE_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, 0).start()

@@ -9,11 +9,10 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.data import PromptRecord
+from megatron_rl.data import PromptRecord, PromptTokenizer
 from megatron_rl.files import atomic_file
 
 from .sample import Group, Sample
-from .scoring import Decoder
 from .wire import Gaps
 
 WARM_UP = "sft"
@@ -51,8 +50,8 @@ def rollout_file(run_dir: str | Path, step: int) -> Path:
 
 
 def evaluation_file(run_dir: str | Path, step: int, label: str) -> Path:
-    """RUN/eval/step-000010.parquet; evaluations with a label of their own get step-000010-<label>.parquet."""
-    suffix = "" if label in ("", "eval") else f"-{label}"
+    """RUN/eval/step-000010.parquet; evaluations with another label than `eval` get step-000010-<label>.parquet."""
+    suffix = "" if label == "eval" else f"-{label}"
     return Path(run_dir) / "eval" / f"step-{step:06d}{suffix}.parquet"
 
 
@@ -61,7 +60,7 @@ def write_dump(
     step: int,
     groups: Sequence[Group],
     records: Sequence[PromptRecord],
-    decoder: Decoder,
+    tokenizer: PromptTokenizer,
     batch: Collection[int],
     gaps: Gaps | None = None,
 ) -> None:
@@ -73,7 +72,7 @@ def write_dump(
         row
         for group, record in zip(groups, records, strict=True)
         for row in _rows(
-            step, group, record, decoder.decode(group.samples[0].prompt_tokens.tolist()), group.id in batch
+            step, group, record, tokenizer.decode(group.samples[0].prompt_tokens.tolist()), group.id in batch
         )
     ]
     if gaps is not None:

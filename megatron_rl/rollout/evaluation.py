@@ -16,13 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_rl.algorithms.evaluation import pass_at_k, share_interval
 from megatron_rl.config import Config
 from megatron_rl.data import PromptDataset, PromptTokenizer
+from megatron_rl.rewards import RewardPool
 
 from .client import Engines
 from .dump import evaluation_file, write_dump
 from .generate import Examiner
 from .protocol import SamplingSettings
 from .sample import Group
-from .scoring import Verifiers
 from .turns import TurnTaker
 
 log = logging.getLogger(__name__)
@@ -30,16 +30,14 @@ SEQUENCES_PER_REQUEST = 16
 
 
 class EvalRequest(BaseModel):
-    """What POST /v1/eval asks for. Temperature and length default to eval.temperature, rollout.max_response_tokens."""
+    """What POST /v1/eval asks for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: int = Field(ge=0)
     prompts: int = Field(ge=1)
     samples_per_prompt: int = Field(1, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    max_response_tokens: int | None = Field(None, ge=1)
-    label: str = Field("", pattern=r"^[A-Za-z0-9_]*$")
+    label: str = Field("eval", pattern=r"^[A-Za-z0-9_]*$")
 
 
 @dataclass
@@ -62,7 +60,7 @@ class Evaluator:
         dataset: PromptDataset | None,
         tokenizer: PromptTokenizer,
         engines: Engines,
-        verifiers: Verifiers,
+        verifiers: RewardPool,
         turns: TurnTaker | None = None,
     ) -> None:
         self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
@@ -106,7 +104,7 @@ class Evaluator:
         per_request = max(1, SEQUENCES_PER_REQUEST // request.samples_per_prompt)
         async with asyncio.TaskGroup() as tasks:
             for begin in range(0, count, per_request):
-                tasks.create_task(self._answer(groups[begin : begin + per_request], request))
+                tasks.create_task(self._answer(groups[begin : begin + per_request]))
         if self._cfg.logging.dump_rollouts:
             path = evaluation_file(self._cfg.run_dir, request.step, request.label)
             records = [self._dataset[g.id] for g in groups]
@@ -116,18 +114,15 @@ class Evaluator:
     async def _start(self, index: int, request: EvalRequest) -> Group:
         """Ids and seeds depend on the prompt's position only: every evaluation asks the same questions the same way."""
         assert self._dataset is not None
-        record, temperature = self._dataset[index], self._temperature(request)
+        record, temperature = self._dataset[index], self._cfg.eval.temperature
         size = request.samples_per_prompt
         return await self._examiner.start(index, record, size, version=request.step, temperature=temperature, kind="e")
 
-    def _temperature(self, request: EvalRequest) -> float:
-        return self._cfg.eval.temperature if request.temperature is None else request.temperature
-
-    async def _answer(self, groups: list[Group], request: EvalRequest) -> None:
+    async def _answer(self, groups: list[Group]) -> None:
         assert self._dataset is not None
         settings = SamplingSettings(
-            temperature=self._temperature(request),
-            max_new_tokens=request.max_response_tokens or self._cfg.rollout.max_response_tokens,
+            temperature=self._cfg.eval.temperature,
+            max_new_tokens=self._cfg.rollout.max_response_tokens,
             stop_token_ids=self._examiner.stop_token_ids,
         )
         await self._examiner.answer(groups, [self._dataset[group.id] for group in groups], settings)

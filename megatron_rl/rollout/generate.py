@@ -12,11 +12,12 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.data import PromptDataset, PromptRecord, PromptTokenizer
+from megatron_rl.rewards import RewardPool
 
 from .client import Engines
 from .protocol import SamplingSettings
 from .sample import Group, group_name
-from .scoring import Verifiers, judge, shape
+from .scoring import judge, shape
 from .turns import TurnTaker
 
 
@@ -30,7 +31,7 @@ class Examiner:
         self,
         tokenizer: PromptTokenizer,
         engines: Engines,
-        verifiers: Verifiers,
+        verifiers: RewardPool,
         run_seed: int,
         turns: TurnTaker | None = None,
     ) -> None:
@@ -84,7 +85,7 @@ class GroupMaker:
         dataset: PromptDataset,
         tokenizer: PromptTokenizer,
         engines: Engines,
-        verifiers: Verifiers,
+        verifiers: RewardPool,
         turns: TurnTaker | None = None,
     ) -> None:
         self._cfg, self._dataset, self._engines = cfg, dataset, engines

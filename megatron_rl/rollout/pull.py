@@ -19,7 +19,7 @@ import orjson
 
 from .endpoint import Endpoint, controller_file, read
 from .replicas import UNSEEN
-from .wire import Gaps, RolloutShard, RolloutTable
+from .wire import Gaps
 
 POLL_S = 0.02
 IDLE_S = 10.0
@@ -162,21 +162,13 @@ class ControllerClient:
             time.sleep(POLL_S)
         return status
 
-    def table(self, step: int) -> RolloutTable:
-        """One row per sample of a ready step."""
-        return RolloutTable.from_bytes(self.table_bytes(step))
-
-    def table_bytes(self, step: int) -> bytes:
-        """`table`, as it travels."""
+    def table(self, step: int) -> bytes:
+        """A `RolloutTable`, one row per sample of a ready step."""
         return self._get(f"/v1/step/{step}/table")
 
-    def samples(self, step: int, indices: Sequence[int]) -> RolloutShard:
-        """Tokens of chosen rows of the table, in the order of `indices`."""
-        return RolloutShard.from_bytes(self.samples_bytes(step, indices))
-
-    def samples_bytes(self, step: int, indices: Sequence[int]) -> bytes:
-        """`samples`, as they travel."""
-        return self._post(f"/v1/step/{step}/samples", {"indices": [int(i) for i in indices]})
+    def samples(self, step: int, indices: Sequence[int]) -> bytes:
+        """A `RolloutShard` of chosen rows of the table, in the order of `indices`."""
+        return self._post(f"/v1/step/{step}/samples", {"indices": indices})
 
     def done(self, step: int, gaps: Gaps | None = None) -> None:
         """Step `step` was trained on; its dump is on disk when this returns. `gaps`: of the table's rows."""
@@ -190,22 +182,16 @@ class ControllerClient:
         step: int,
         prompts: int,
         samples_per_prompt: int = 1,
-        temperature: float | None = None,
-        max_response_tokens: int | None = None,
-        label: str = "",
+        label: str = "eval",
         timeout_s: float = 3600.0,
         interrupted: Callable[[], bool] = lambda: False,
         look: Callable[[Mapping[str, str]], None] = lambda engines: None,
     ) -> dict[str, float] | None:
-        """Run a held-out evaluation to its end; metrics named `eval/...`. None = as configured.
+        """Run a held-out evaluation to its end; metrics named `eval/...`, None when `interrupted()` before it.
 
         `look` is told again and again why which engines do not serve (`StepStatus.engines`).
-
-        Returns None when `interrupted()` before the end.
         """
         request = {"step": step, "prompts": prompts, "samples_per_prompt": samples_per_prompt, "label": label}
-        request |= {} if temperature is None else {"temperature": temperature}
-        request |= {} if max_response_tokens is None else {"max_response_tokens": max_response_tokens}
         job = orjson.loads(self._post("/v1/eval", request))["id"]
         deadline = time.monotonic() + timeout_s
         while (answer := orjson.loads(self._get(f"/v1/eval/{job}")))["status"] != "done":
@@ -222,7 +208,7 @@ class ControllerClient:
             time.sleep(POLL_S)
         return {f"eval/{name}": value for name, value in answer["metrics"].items()}
 
-    # ---- checkpoint and end
+    # ---- checkpoint
 
     def ledger(self) -> dict[str, int]:
         """What became of every prompt drawn: trained, filtered, waiting, in_flight, finished; and those rejected."""
@@ -235,10 +221,6 @@ class ControllerClient:
     def put_state(self, blob: bytes) -> None:
         """Restore a controller that has just started."""
         self._request("POST", "/v1/state", blob)
-
-    def shutdown(self) -> None:
-        """Ask the controller to end."""
-        self._post("/v1/shutdown", {})
 
     def close(self) -> None:
         """Close the connection."""

@@ -90,7 +90,6 @@ class Replicas:
         session: with the engines' key.
         expected: what they must serve; None = not checked.
         weights_dir: where the run says what it has published, RUN/weights.
-        on_out: called with URL and reason when one is taken out: its requests must go elsewhere.
         restarted: someone starts them again, so that even a `Misfit` may be another engine soon.
         clock: seconds, of any beginning.
     """
@@ -101,7 +100,6 @@ class Replicas:
         session: aiohttp.ClientSession,
         expected: ExpectedModel | None = None,
         weights_dir: Path | None = None,
-        on_out: Callable[[str, str], None] = lambda url, reason: None,
         clock: Callable[[], float] = time.monotonic,
         restarted: bool = False,
     ) -> None:
@@ -109,7 +107,8 @@ class Replicas:
         self.router.serve([])
         self.version: int | None = None
         """What the engines were last said to hold; None before the first time."""
-        self.on_out = on_out
+        self.on_out: Callable[[str, str], None] = lambda url, reason: None
+        """Called with URL and reason when one is taken out: its requests must go elsewhere."""
         self._checksum: str | None = None
         self._replicas = {url: Replica(url, heard_at=clock()) for url in urls}
         self._session, self._expected, self._weights_dir, self._clock = session, expected, weights_dir, clock

@@ -176,11 +176,6 @@ class Sample:
         """No token follows. `reason` is the engine's (stop, length or abort), or ENVIRONMENT_FAILED."""
         self.finish_reason = reason
 
-    def discard(self) -> None:
-        """Forget the response and what it earned; the next one is sampled anew. `attempts` goes on counting."""
-        fresh = Sample(self.id, self.group_id, self.prompt_tokens, self.temperature, self.seed, attempts=self.attempts)
-        vars(self).update(vars(fresh))
-
     def reopen(self) -> None:
         """Another turn follows."""
         self.finish_reason = None
@@ -207,11 +202,6 @@ class Sample:
     def valid(self) -> bool:
         """Whether the total reward is a number; other samples take no part in training."""
         return bool(np.isfinite(self.reward))
-
-    @property
-    def index(self) -> int:
-        """Position in the group (k)."""
-        return int(self.id[-1 - SAMPLE_DIGITS : -1])
 
     @property
     def prompt_length(self) -> int:

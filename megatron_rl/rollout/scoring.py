@@ -5,54 +5,26 @@ Evaluation uses `judge` alone: shaping and filters are for training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from megatron_rl.algorithms.shaping import overlong_filtered, overlong_penalty
 from megatron_rl.config import Config
-from megatron_rl.data import PromptRecord
+from megatron_rl.data import PromptRecord, PromptTokenizer
+from megatron_rl.rewards import RewardPool
 from megatron_rl.rewards.from_environment import ENVIRONMENT_REWARD
 
 from .sample import ENVIRONMENT_FAILED, Group, Sample
 
 
-class Decoder(Protocol):
-    """The one method of `PromptTokenizer` that is needed here."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of a response."""
-
-
-class RewardResult(Protocol):
-    """What `rewards` says of one response; NaN where it could not tell."""
-
-    @property
-    def total(self) -> float: ...
-
-    @property
-    def correctness(self) -> float: ...
-
-    @property
-    def components(self) -> dict[str, float]: ...
-
-
-class Verifiers(Protocol):
-    """The part of `RewardPool` that is needed here."""
-
-    async def score(self, items: Sequence[tuple[PromptRecord, str]]) -> Sequence[RewardResult]:
-        """One result per item, in order."""
-
-
-async def judge(group: Group, record: PromptRecord, decoder: Decoder, verifiers: Verifiers) -> None:
+async def judge(group: Group, record: PromptRecord, tokenizer: PromptTokenizer, verifiers: RewardPool) -> None:
     """Decode every response and set what the verifiers say of it. Raises what the verifiers raise.
 
     A sample whose environment failed keeps NaN: what stands in it is no whole answer.
     """
     for sample in group.samples:
-        sample.text = decoder.decode(sample.response_tokens.tolist())
+        sample.text = tokenizer.decode(sample.response_tokens.tolist())
     judged = [sample for sample in group.samples if sample.finish_reason != ENVIRONMENT_FAILED]
     results = await verifiers.score([(_seen_by_verifiers(record, sample), sample.text) for sample in judged])
     for sample, result in zip(judged, results, strict=True):

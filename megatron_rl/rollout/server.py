@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
@@ -27,9 +26,9 @@ MAX_BODY = 2**40
 """A restored state may be large; the token is what keeps strangers out."""
 
 
-def build_app(controller: Controller, token: str, shutdown: asyncio.Event) -> web.Application:
-    """All routes of `controller`. POST /v1/shutdown sets `shutdown`."""
-    routes = _Routes(controller, shutdown)
+def build_app(controller: Controller, token: str) -> web.Application:
+    """All routes of `controller`."""
+    routes = _Routes(controller)
     app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors, _bearer(token)])
     app.add_routes(
         [
@@ -44,7 +43,6 @@ def build_app(controller: Controller, token: str, shutdown: asyncio.Event) -> we
             web.get("/v1/eval/{id}", routes.evaluation),
             web.get("/v1/state", routes.state),
             web.post("/v1/state", routes.restore),
-            web.post("/v1/shutdown", routes.shutdown),
         ]
     )
     return app
@@ -81,8 +79,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 class _Routes:
-    def __init__(self, controller: Controller, shutdown: asyncio.Event) -> None:
-        self._controller, self._shutdown = controller, shutdown
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
 
     async def ping(self, _: web.Request) -> web.Response:
         return _json({"step": self._controller.scheduler.progress.step, "ledger": self._controller.ledger})
@@ -108,8 +106,8 @@ class _Routes:
         return _binary(self._controller.table(_step(request)).to_bytes())
 
     async def samples(self, request: web.Request) -> web.Response:
-        indices = [int(i) for i in (await _body(request))["indices"]]
-        return _binary(RolloutShard.of(self._controller.samples(_step(request), indices)).to_bytes())
+        samples = self._controller.samples(_step(request), (await _body(request))["indices"])
+        return _binary(RolloutShard.of(samples).to_bytes())
 
     async def done(self, request: web.Request) -> web.Response:
         await self._controller.done(_step(request), (await _body(request)).get("gaps"))
@@ -127,15 +125,11 @@ class _Routes:
         return _json({"status": job.status, "message": job.message, "metrics": job.metrics, "engines": engines})
 
     async def state(self, _: web.Request) -> web.Response:
-        return _binary(await self._controller.save_durably())
+        return _binary(await self._controller.save_state())
 
     async def restore(self, request: web.Request) -> web.Response:
         self._controller.restore_state(await request.read())
         return _json({"step": self._controller.scheduler.progress.step})
-
-    async def shutdown(self, _: web.Request) -> web.Response:
-        self._shutdown.set()
-        return _json({})
 
 
 def _step(request: web.Request) -> int:

@@ -18,27 +18,17 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.data import PromptRecord, PromptTokenizer, TurnFrame
 
+from .client import Engines
 from .environment import EnvironmentFailed
 from .episodes import EnvironmentPool, Episode
 from .protocol import SamplingSettings
 from .sample import ENVIRONMENT_FAILED, Group, Sample
-
-
-class Generator(Protocol):
-    """The part of the engines that is needed here."""
-
-    async def generate(self, samples: Sequence[Sample], settings: SamplingSettings) -> None:
-        """Go on with every unfinished sample until it is finished, or its group is suspended.
-
-        `settings.max_new_tokens` bounds the whole response.
-        """
 
 
 class TurnTaker:
@@ -49,7 +39,7 @@ class TurnTaker:
     """
 
     def __init__(
-        self, engines: Generator, tokenizer: PromptTokenizer, pool: EnvironmentPool, rollout: RolloutConfig
+        self, engines: Engines, tokenizer: PromptTokenizer, pool: EnvironmentPool, rollout: RolloutConfig
     ) -> None:
         self._engines, self._tokenizer, self._pool, self._rollout = engines, tokenizer, pool, rollout
         self._frame = TurnFrame(tokenizer, pool.role)
@@ -173,7 +163,7 @@ class TurnTaker:
 
 @asynccontextmanager
 async def open_turns(
-    engines: Generator, tokenizer: PromptTokenizer, rollout: RolloutConfig
+    engines: Engines, tokenizer: PromptTokenizer, rollout: RolloutConfig
 ) -> AsyncIterator[TurnTaker | None]:
     """A turn taker with its processes; None where no environment is configured.
 

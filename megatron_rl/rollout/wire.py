@@ -48,14 +48,13 @@ def decode(blob: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 class RolloutTable:
     """One row per sample, ordered by group id, then by position in the group; all arrays have shape [B].
 
-    sample_index int64, the row; group_index int64, counted from 0 in this table; reward and correctness float64 (NaN
-    where a verifier could not tell); prompt_length, response_length, trainable_tokens int64; valid: the reward is a
-    number; truncated: cut at the token limit; version_first/last int64: oldest and newest weights that sampled a token;
-    informative: raw correctness varies in its group. Samples that must not be trained on have trainable_tokens 0.
+    group_index int64, counted from 0 in this table; reward and correctness float64 (NaN where a verifier could not
+    tell); prompt_length, response_length, trainable_tokens int64; valid: the reward is a number; truncated: cut at the
+    token limit; version_first/last int64: oldest and newest weights that sampled a token; informative: raw correctness
+    varies in its group. Samples that must not be trained on have trainable_tokens 0.
     components: float64 [B] per verifier. metrics: `rollout/...` numbers of the step.
     """
 
-    sample_index: NDArray[np.int64]
     group_index: NDArray[np.int64]
     reward: NDArray[np.float64]
     correctness: NDArray[np.float64]
@@ -82,7 +81,6 @@ class RolloutTable:
         sizes = [len(g.samples) for g in groups]
         names = sorted({name for s in samples for name in s.components})
         return cls(
-            sample_index=np.arange(len(samples), dtype=np.int64),
             group_index=np.repeat(np.arange(len(groups), dtype=np.int64), sizes),
             reward=np.array([s.reward for s in samples], np.float64),
             correctness=np.array([s.correctness for s in samples], np.float64),

@@ -71,8 +71,8 @@ def test_engines_that_go_out_and_come_back_are_told_to_the_user(monkeypatch: pyt
 def test_the_routes_of_a_shard_are_read_from_the_run_when_they_are_used(tmp_path: Path) -> None:
     store = RouteStore(tmp_path, 2, 1, 9)
     group = Group.start(1, "p", np.arange(2), 2, run_seed=0, version=0, temperature=1.0)
-    for sample in group.samples:
-        rows = np.full((3, 2, 1), 3 + sample.index)
+    for k, sample in enumerate(group.samples):
+        rows = np.full((3, 2, 1), 3 + k)
         sample.append([1, 2], [-1.0, -1.0], [Span(0, 0, 2)], store.append(rows, 0))
     blob = RolloutShard.of(group.samples[::-1]).to_bytes()
     routes = feed._sequence_batch(blob, RouteStore(tmp_path, 2, 1, 9)).routes

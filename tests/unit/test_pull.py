@@ -20,6 +20,7 @@ import pytest
 from megatron_rl.rollout.endpoint import Endpoint, controller_file, engine_logs, engine_urls, publish, read
 from megatron_rl.rollout.pull import ControllerClient, ControllerError
 from megatron_rl.rollout.server import _Routes
+from megatron_rl.rollout.wire import RolloutTable
 from tests.tiny import tiny_tokenizer
 from tests.unit.fake_sglang import FakeEngine, says
 from tests.unit.rollout_rig import config, running_controller, write_prompts
@@ -182,7 +183,7 @@ def test_an_engine_without_the_weights_is_named_until_it_was_given_them(tmp_path
 def test_who_holds_weights_and_their_checksum_reach_the_controller(tmp_path, monkeypatch):
     told = []
     controller = SimpleNamespace(publish=lambda *words, **more: told.append((words, more)))
-    routes = _Routes(controller, asyncio.Event())
+    routes = _Routes(controller)
 
     def post(path, body):
         asyncio.run(routes.weights(SimpleNamespace(read=AsyncMock(return_value=orjson.dumps(body)))))
@@ -279,7 +280,7 @@ def test_weights_of_another_step_rows_that_do_not_exist_and_unknown_keys_are_ref
                 client.evaluate(step=0, prompts=1)
             with pytest.raises(ControllerError, match=r"404"):
                 client._get("/v1/nothing")
-            assert np.array_equal(client.table(0).response_length, [2, 2, 2, 2])
+            assert np.array_equal(RolloutTable.from_bytes(client.table(0)).response_length, [2, 2, 2, 2])
 
 
 def test_a_controller_that_is_gone_is_an_error_and_not_a_hang(tmp_path, model):
@@ -287,7 +288,6 @@ def test_a_controller_that_is_gone_is_an_error_and_not_a_hang(tmp_path, model):
         client = ControllerClient(tmp_path)
         with running_controller(config(tmp_path, model, [url], reward=SORTING)):
             client.step_status(0)
-            client.shutdown()
         assert not controller_file(tmp_path).exists()
         with pytest.raises(ControllerError, match="does not answer"):
             client.step_status(0)

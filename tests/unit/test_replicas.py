@@ -244,7 +244,8 @@ def test_what_was_found_out_before_an_update_takes_no_replica_out_after_it():
         taken: list[str] = []
         engine = FakeEngine(control=control)
         held = engine.held["/model_info"] = asyncio.Event()
-        async with engine, watched(engine.url, on_out=lambda url, reason: taken.append(reason)) as replicas:
+        async with engine, watched(engine.url) as replicas:
+            replicas.on_out = lambda url, reason: taken.append(reason)
             replicas.publish(3, [engine.url])
             await until(lambda: "/model_info" in engine.paths())
             control["/model_info"] = (200, {"weight_version": "4"})
@@ -336,7 +337,8 @@ def test_a_replica_that_answers_nothing_any_more_is_out_and_its_requests_are_tol
         taken: list[tuple[str, str]] = []
         silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        async with watched(url, on_out=lambda url, reason: taken.append((url, reason))) as replicas:
+        async with watched(url) as replicas:
+            replicas.on_out = lambda url, reason: taken.append((url, reason))
             replicas.publish(0, [url])
             await until(lambda: taken)
         silent.close()

@@ -69,8 +69,6 @@ def test_routes_go_on_where_the_last_ended_and_reach_the_token_before_the_last()
     sample.append([1], [-1.0], [Span(0, 0, 1)])  # an answer without routes leaves them to the next
     sample.append([1], [-1.0], [Span(0, 0, 1)], RoutePart("f", 9, 4, 4))
     assert (sample.routed, len(sample.routes)) == (8, 2)
-    sample.discard()
-    assert (sample.routed, sample.routes) == (0, [])
 
 
 def test_nothing_can_be_appended_to_a_finished_sample():

@@ -14,7 +14,6 @@ from megatron_rl.step_metrics import batch_metrics, mean_of_updates
 def table(rewards: list[float], groups: list[int], lengths: list[int]) -> RolloutTable:
     reward, count = np.array(rewards), len(rewards)
     return RolloutTable(
-        sample_index=np.arange(count),
         group_index=np.array(groups),
         reward=reward,
         correctness=(reward > 0.5).astype(np.float64),

@@ -175,7 +175,7 @@ def test_an_environment_that_fails_leaves_its_sample_unjudged_and_the_others_alo
         """The first sample has its environment raise in its second turn."""
 
         async def generate(self, samples: Sequence[Sample], settings: SamplingSettings) -> None:
-            self._turns[1] = [*tokenizer.encode_text("raise x" if samples[0].index == 0 else "fine"), 2]
+            self._turns[1] = [*tokenizer.encode_text("raise x" if samples[0].id.endswith("000.") else "fine"), 2]
             await super().generate(samples, settings)
 
     async def judged() -> Group:
@@ -223,7 +223,7 @@ def test_a_beginning_that_no_group_can_share_or_that_is_too_long_is_a_failure(
 def test_what_the_engines_raise_ends_the_whole_group(tokenizer: PromptTokenizer):
     class Broken(Script):
         async def generate(self, samples: Sequence[Sample], settings: SamplingSettings) -> None:
-            if samples[0].index:
+            if not samples[0].id.endswith("000."):
                 await asyncio.sleep(1000)
             raise RuntimeError("the engine is gone")
 
