@@ -17,20 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from megatron_rl.weights.export import export_buckets
 from megatron_rl.weights.transports.group import Backend, UpdateGroup, join_all
-from megatron_rl.weights.transports.sending import Sending
+from megatron_rl.weights.transports.sending import Sending, Settings
 
 
 @dataclass(frozen=True)
-class BroadcastSettings:
+class BroadcastSettings(Settings):
     """How to send.
 
     Attributes:
-        dtype: in which the weights leave.
-        bucket_bytes: sent at once; see `plan_export`.
         replicas_per_group: engines that share a process group, and its fate.
         engine_tp: tensor-parallel ranks of each engine.
         backend: nccl from devices to devices, gloo through the host.
@@ -38,8 +34,6 @@ class BroadcastSettings:
         timeout_s: deadline of all.
     """
 
-    dtype: torch.dtype
-    bucket_bytes: int
     replicas_per_group: int
     engine_tp: int
     backend: Backend
@@ -47,8 +41,10 @@ class BroadcastSettings:
     timeout_s: float = 600.0
 
 
-class Broadcast(Sending[BroadcastSettings]):
+class Broadcast(Sending):
     """See the module's docstring and `Sending`."""
+
+    _settings: BroadcastSettings
 
     @cached_property
     def _run(self) -> str:
@@ -79,21 +75,21 @@ class Broadcast(Sending[BroadcastSettings]):
         parts = [urls[i : i + s.replicas_per_group] for i in range(0, len(urls), s.replicas_per_group)]
         names = (f"{self._run}-{self._epoch}-stage{self._place.stage}-{number}" for number in range(len(parts)))
         groups = [
-            UpdateGroup(self._engines, part, s.engine_tp, name, s.backend, s.bucket_timeout_s)
+            UpdateGroup(self._engines, part, s.engine_tp, name, s.backend, s.bucket_timeout_s, self._interrupted)
             for part, name in zip(parts, names, strict=True)
         ]
-        join_all(groups, self._interrupted)
+        join_all(groups)
         # Also when all groups have failed: this rank's peers gather the whole stage with it.
         for bucket, flat in export_buckets(self._plan(), "cpu" if s.backend == "gloo" else "cuda", self._place):
             assert flat is not None
             for group in groups:
-                group.finish(self._interrupted)
+                group.finish()
             for group in groups:
                 group.start(bucket, flat)
         for group in groups:
-            group.finish(self._interrupted)
+            group.finish()
         for group in groups:
-            group.close(self._interrupted)
+            group.close()
         return {url: reason for group in groups for url, reason in (group.failed or {}).items()}
 
     def _outcome_of(self, stage: int) -> dict[str, str]:

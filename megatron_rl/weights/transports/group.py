@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -52,19 +51,28 @@ class UpdateGroup:
         name: unique among all groups that these engines may ever hear of.
         backend: gloo for buffers on the CPU, nccl for those on devices.
         timeout_s: deadline of meeting, and of each bucket.
+        interrupted: whether this rank was told to end.
     """
 
     def __init__(
-        self, engines: Engines, urls: Sequence[str], tp: int, name: str, backend: Backend, timeout_s: float
+        self,
+        engines: Engines,
+        urls: Sequence[str],
+        tp: int,
+        name: str,
+        backend: Backend,
+        timeout_s: float,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.urls, self.name = list(urls), name
         self.failed: dict[str, str] | None = None
         self._engines, self._tp, self._backend, self._timeout_s = engines, tp, backend, timeout_s
+        self._interrupted = interrupted
         self._store: TCPStore | None = None
         self._group: Any = None
         self._sending: tuple[Future[None], Pending, float] | None = None
 
-    def join(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+    def join(self) -> None:
         """Meet the engines; afterwards `failed` says whether that worked."""
         world = 1 + len(self.urls) * self._tp
         timeout = timedelta(seconds=self._timeout_s)
@@ -81,7 +89,7 @@ class UpdateGroup:
         store, backend = self._store, self._backend
         meeting = in_thread(lambda: _connect(store, world, self.name, backend, timeout))
         deadline = time.monotonic() + self._timeout_s
-        if self._await(meeting, calls, deadline, "meeting in a process group", interrupted):
+        if self._await(meeting, calls, deadline, "meeting in a process group"):
             self._group = meeting.result()
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -104,30 +112,23 @@ class UpdateGroup:
         sent = in_thread(lambda: _broadcast(group, tensor, timeout))
         self._sending = (sent, calls, time.monotonic() + self._timeout_s)
 
-    def finish(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+    def finish(self) -> None:
         """Wait until every engine has loaded the bucket that was started; else the group has failed."""
         if self._sending is not None:
             sent, calls, deadline = self._sending
             self._sending = None
-            self._await(sent, calls, deadline, "a bucket of weights", interrupted)
+            self._await(sent, calls, deadline, "a bucket of weights")
 
-    def close(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+    def close(self) -> None:
         """Leave the group, and have the engines leave it; what they say to that is of no interest."""
         bodies = {url: {"group_name": self.name} for url in self.urls}
         calls = self._engines.post("/destroy_weights_update_group", bodies, self._timeout_s)
         deadline = time.monotonic() + CLOSE_S
-        while self.failed is None and not calls.done and time.monotonic() < deadline and not interrupted():
+        while self.failed is None and not calls.done and time.monotonic() < deadline and not self._interrupted():
             time.sleep(POLL_S)  # one that has failed may hang: it hears of it when it can
         self._leave()
 
-    def _await(
-        self,
-        ours: Future[Any],
-        calls: Pending,
-        deadline: float,
-        what: str,
-        interrupted: Callable[[], bool] = lambda: False,
-    ) -> bool:
+    def _await(self, ours: Future[Any], calls: Pending, deadline: float, what: str) -> bool:
         """Until our part is done and all engines have answered; the first failure of anybody ends the group."""
         while True:
             failures = {url: str(error) for url, error in calls.so_far().failures.items()}
@@ -136,7 +137,7 @@ class UpdateGroup:
             if not failures and time.monotonic() > deadline + GRACE_S * ours.done():
                 late = [url for url in self.urls if url not in calls.so_far().answers] or self.urls
                 failures = dict.fromkeys(late, f"{what} was not taken within {self._timeout_s:g} s")
-            if not failures and interrupted():
+            if not failures and self._interrupted():
                 failures = dict.fromkeys(self.urls, f"{what}: given up, the run is to end")
             if failures:
                 self._fail(failures)
@@ -160,9 +161,9 @@ class UpdateGroup:
             in_thread(group.abort)  # NCCL may take its time over it
 
 
-def join_all(groups: Sequence[UpdateGroup], interrupted: Callable[[], bool] = lambda: False) -> None:
+def join_all(groups: Sequence[UpdateGroup]) -> None:
     """Meet the engines of all groups, at the same time."""
-    for joining in [in_thread(partial(group.join, interrupted)) for group in groups]:
+    for joining in [in_thread(group.join) for group in groups]:
         joining.result()
 
 

@@ -24,33 +24,31 @@ from torch import Tensor
 from megatron_rl.weights.buckets import Bucket
 from megatron_rl.weights.export import export_buckets
 from megatron_rl.weights.transports.handles import handle_payload, value_payload
-from megatron_rl.weights.transports.sending import Sending
+from megatron_rl.weights.transports.sending import Sending, Settings
 
 POLL_S = 0.001
 
 
 @dataclass(frozen=True)
-class IpcSettings:
+class IpcSettings(Settings):
     """How to send.
 
     Attributes:
-        dtype: in which the weights leave.
-        bucket_bytes: given at once; see `plan_export`.
         partners: by URL, the trainer rank on the device of each of the engine's tensor-parallel ranks. Without devices
             of their own (on a CPU), one rank may serve all.
         by_value: send the bytes instead of handles.
         bucket_timeout_s: deadline of each bucket.
     """
 
-    dtype: torch.dtype
-    bucket_bytes: int
     partners: dict[str, list[int]]
     by_value: bool
     bucket_timeout_s: float = 120.0
 
 
-class Ipc(Sending[IpcSettings]):
+class Ipc(Sending):
     """See the module's docstring and `Sending`."""
+
+    _settings: IpcSettings
 
     everywhere = True
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,20 +17,15 @@ if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
 
 
-class Settings(Protocol):
-    """What of a transport's settings is read here."""
+@dataclass(frozen=True)
+class Settings:
+    """How to send: in which dtype the weights leave, and how many bytes at once (see `plan_export`)."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def bucket_bytes(self) -> int: ...
+    dtype: torch.dtype
+    bucket_bytes: int
 
 
-S = TypeVar("S", bound=Settings)
-
-
-class Sending(Generic[S]):
+class Sending:
     """A transport without files; see `Transport`.
 
     Args:
@@ -48,12 +44,13 @@ class Sending(Generic[S]):
         self,
         chunks: Sequence[Any],
         hf: HfConfig,
-        settings: S,
+        settings: Settings,
         engines: Engines,
         store: Store,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._chunks, self._hf, self._settings = chunks, hf, settings
+        self._chunks, self._hf = chunks, hf
+        self._settings = settings
         self._engines, self._interrupted = engines, interrupted
         self._mail, self._epoch = Mail(store, f"weights/{type(self).__name__}"), 0
         self._place = Place.of_this_rank(self.everywhere)
