@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl import __version__, cli_convert
-from megatron_rl.config import Config, ConfigError, Plan, dump, load_config, make_plan
+from megatron_rl.config import Config, ConfigError, dump, load_config, make_plan
 from megatron_rl.config.engine import read_key
 
 app = typer.Typer(
@@ -130,7 +130,7 @@ def slurm(
     cfg = load_config(config, overrides or ())
     if dry_run:
         hf, unchecked = check_plan(cfg)
-        _print_plan(cfg, make_plan(cfg, hf), unchecked, plan_rows(cfg, cpus, gpus))
+        _print_plan(cfg, make_plan(cfg, hf) | {"Slurm": plan_rows(cfg, cpus, gpus)}, unchecked)
         return
     inputs = check_inputs(cfg)
     setup_logging("job", 0, cfg.logging.level)
@@ -320,10 +320,10 @@ def _say(line: str) -> None:
     errors.print(Text(line))
 
 
-def _print_plan(cfg: Config, plan: Plan, unchecked: str, nodes: list[tuple[str, str, str]] | None = None) -> None:
+def _print_plan(cfg: Config, plan: dict[str, list[tuple[str, str, str]]], unchecked: str) -> None:
     console = Console(highlight=False)
     console.print(dump(cfg), soft_wrap=True)
-    for heading, rows in (plan.sections | ({"Slurm": nodes} if nodes else {})).items():
+    for heading, rows in plan.items():
         table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for row in rows:
             table.add_row(*(Text(cell, overflow="fold") for cell in row))  # as it stands: [tis] is no markup

@@ -7,14 +7,13 @@ from .base import ConfigError, Section
 from .checks import check
 from .hf_config import HfConfig, read_hf_config
 from .loading import dump, load_config, validate
-from .plan import Plan, make_plan
+from .plan import make_plan
 from .schema import Config
 
 __all__ = [
     "Config",
     "ConfigError",
     "HfConfig",
-    "Plan",
     "Section",
     "check",
     "dump",

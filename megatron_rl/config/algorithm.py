@@ -110,8 +110,3 @@ class AlgorithmConfig(Section):
     def token_correction(self) -> str | None:
         """The one correction of `corrections` that acts on single tokens."""
         return next((name for name in self.corrections if name != "seq_mis"), None)
-
-    @property
-    def keys_of_preset(self) -> frozenset[str]:
-        """Keys whose value is what the preset brings."""
-        return frozenset(key for key, value in PRESETS[self.preset].items() if getattr(self, key) == value)

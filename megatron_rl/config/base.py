@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """A deadline. Bounded (11 days), because the system's own timers overflow at some length."""
+
+
+YamlOff = BeforeValidator(lambda value: "off" if value is False else value)
+"""For words with `off` among them, which YAML 1.1 reads as false where it is bare."""
 
 
 class ConfigError(ValueError):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from .hf_config import EMBEDDED_MODEL_TYPES, HfConfig
 from .quantised import BLOCK
 from .schema import Config
+from .shards import divisors
 
 
 def engine_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
@@ -35,7 +36,7 @@ def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
         if ep > 1:
             yield f"engine.ep={ep}: the model of model.path has no experts; leave it out"
         return
-    sizes = [size for size in range(1, tp + 1) if tp % size == 0 and hf.moe.num_experts % size == 0]
+    sizes = divisors(tp, hf.moe.num_experts)
     if ep not in sizes:
         yield (
             f"engine.ep={ep} must divide engine.tp={tp}, whose devices SGLang deals the experts over, and the "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .hf_config import HfConfig
 from .schema import Config
-from .shards import stage_layers
+from .shards import divisors, stage_layers
 
 
 def layout_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
@@ -24,7 +24,7 @@ def _dense(cfg: Config, hf: HfConfig) -> Iterator[str]:
         if count % tp:
             yield (
                 f"parallel.tensor_model_parallel_size={tp} does not divide the model's {count} {name}; "
-                f"use one of {_divisors(hf.num_attention_heads, hf.num_query_groups)}"
+                f"use one of {divisors(hf.num_attention_heads, hf.num_query_groups)}"
             )
     if hf.ffn_hidden_size % tp:
         yield f"parallel.tensor_model_parallel_size={tp} does not divide intermediate_size={hf.ffn_hidden_size}"
@@ -44,10 +44,6 @@ def _dense(cfg: Config, hf: HfConfig) -> Iterator[str]:
         yield str(error)
 
 
-def _divisors(*numbers: int) -> list[int]:
-    return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers)]
-
-
 def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
     p = cfg.parallel
     ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size
@@ -59,12 +55,12 @@ def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
     if hf.moe.num_experts % ep:
         yield (
             f"parallel.expert_model_parallel_size={ep} does not divide the {hf.moe.num_experts} experts of a layer; "
-            f"use one of {_divisors(hf.moe.num_experts)}"
+            f"use one of {divisors(hf.moe.num_experts)}"
         )
     if hf.moe.ffn_hidden_size % etp:
         yield (
             f"parallel.expert_tensor_parallel_size={etp} does not divide the {hf.moe.ffn_hidden_size} features of an "
-            f"expert; use one of {_divisors(hf.moe.ffn_hidden_size)}"
+            f"expert; use one of {divisors(hf.moe.ffn_hidden_size)}"
         )
     if hf.moe.shared_ffn_hidden_size % p.tensor_model_parallel_size:
         yield (
@@ -75,8 +71,9 @@ def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
 
 def _cap(cfg: Config) -> Iterator[str]:
     p, cap = cfg.parallel, cfg.algorithm.max_tokens_per_microbatch
-    reasons = [f"sequence_parallel over tensor_model_parallel_size={p.tensor_model_parallel_size}"]
-    reasons = reasons if p.sequence_parallel else []
+    reasons = []
+    if p.sequence_parallel:
+        reasons.append(f"sequence_parallel over tensor_model_parallel_size={p.tensor_model_parallel_size}")
     if p.context_parallel_size > 1:
         reasons.append(f"2 chunks for each of context_parallel_size={p.context_parallel_size}")
     if cap % p.row_multiple:
@@ -98,6 +95,6 @@ def _context(cfg: Config, hf: HfConfig) -> Iterator[str]:
             yield (
                 f"parallel.context_parallel_exchange=a2a deals the model's {count} {name} over "
                 f"tensor_model_parallel_size={tp} x context_parallel_size={cp} ranks, which do not divide them; use "
-                f"p2p or all_gather, or sizes whose product is one of {_divisors(hf.num_attention_heads, groups)}"
+                f"p2p or all_gather, or sizes whose product is one of {divisors(hf.num_attention_heads, groups)}"
             )
             return

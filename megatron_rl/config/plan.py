@@ -6,7 +6,6 @@ Memory and bytes are in `plan_memory`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from .algorithm import PRESETS
 from .hf_config import HfConfig
@@ -15,24 +14,15 @@ from .schema import Config
 from .shards import num_parameters, stage_layers
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Rows of (what, value, how it comes about), grouped by heading."""
-
-    sections: dict[str, list[Row]]
-
-
-def make_plan(cfg: Config, hf: HfConfig) -> Plan:
-    """Everything `--dry-run` prints."""
-    return Plan(
-        {
-            "Layout": _layout(cfg, hf),
-            "Algorithm": algorithm_rows(cfg),
-            "Batch": _batch(cfg),
-            "Memory per rank": memory_rows(cfg, hf),
-            "Bytes per step": byte_rows(cfg, hf),
-        }
-    )
+def make_plan(cfg: Config, hf: HfConfig) -> dict[str, list[Row]]:
+    """Everything `--dry-run` prints: rows of (what, value, how it comes about), by heading."""
+    return {
+        "Layout": _layout(cfg, hf),
+        "Algorithm": algorithm_rows(cfg),
+        "Batch": _batch(cfg),
+        "Memory per rank": memory_rows(cfg, hf),
+        "Bytes per step": byte_rows(cfg, hf),
+    }
 
 
 def _layout(cfg: Config, hf: HfConfig) -> list[Row]:

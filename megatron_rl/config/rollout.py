@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from .base import Seconds, Section
+from .base import Seconds, Section, YamlOff
 
 
 def capacity_of(groups_per_step: int, oversample: float, max_staleness: int) -> int:
@@ -39,7 +39,7 @@ class RolloutConfig(Section):
     """Must be -1 (off) for training."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Must be 0 (off) for training."""
-    dynamic_sampling: Literal["off", "refill", "mask"] = "off"
+    dynamic_sampling: Annotated[Literal["off", "refill", "mask"], YamlOff] = "off"
     """Groups whose answers are all right or all wrong: kept, replaced by fresh ones, or masked out of the loss."""
     oversample: float = Field(1.0, ge=1)
     """Groups at work at once for one batch, as a multiple of groups_per_step; with partial_rollouts as many responses
@@ -104,12 +104,6 @@ class RolloutConfig(Section):
     def off_policy(self) -> bool:
         """Whether a batch may hold tokens of older weights than those that are trained."""
         return self.mode != "sync" or self.partial_rollouts
-
-    @field_validator("dynamic_sampling", mode="before")
-    @classmethod
-    def _yaml_off(cls, value: Any) -> Any:
-        """YAML 1.1 reads a bare `off` as false."""
-        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _trainable(self) -> RolloutConfig:

@@ -62,29 +62,21 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_reaches_rollout(cls, values: Any) -> Any:
-        """A preset may bring its way of sampling and shaping (DAPO: refill, overlong) unless the user chose one."""
+    def _sections_reach_each_other(cls, values: Any) -> Any:
+        """A preset brings its way of sampling and shaping (DAPO: refill, overlong), and older tokens are corrected
+        (tis), unless the user says what else is to be done.
+        """
         if not isinstance(values, dict):
             return values
         algorithm, rollout = values.get("algorithm", {}), values.get("rollout", {})
-        if isinstance(algorithm, dict) and isinstance(rollout, dict):
-            preset = str(algorithm.get("preset", "dapo"))
-            brought: dict[str, Any] = {"dynamic_sampling": PRESET_DYNAMIC_SAMPLING.get(preset, "off")}
-            longest = rollout.get("max_response_tokens", RolloutConfig.model_fields["max_response_tokens"].default)
-            if preset in PRESET_OVERLONG_SHARE and isinstance(longest, int) and not rollout.get("overlong_filter"):
-                brought["overlong_cache"] = max(1, int(PRESET_OVERLONG_SHARE[preset] * longest))
-            values = {**values, "rollout": {**brought, **rollout}}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_tokens_are_corrected(cls, values: Any) -> Any:
-        """Tokens of older weights get truncated importance weights, unless the user says what else is to be done."""
-        if not isinstance(values, dict):
+        if not isinstance(algorithm, dict) or not isinstance(rollout, dict):
             return values
-        algorithm, rollout = values.get("algorithm", {}), values.get("rollout", {})
-        if isinstance(algorithm, dict) and isinstance(rollout, dict):
-            off_policy = rollout.get("mode", "sync") != "sync" or rollout.get("partial_rollouts") is True
-            if off_policy and algorithm.get("old_logprobs") != "rollout" and "corrections" not in algorithm:
-                values = {**values, "algorithm": {**algorithm, "corrections": ["tis"]}}
-        return values
+        preset = str(algorithm.get("preset", "dapo"))
+        brought: dict[str, Any] = {"dynamic_sampling": PRESET_DYNAMIC_SAMPLING.get(preset, "off")}
+        longest = rollout.get("max_response_tokens", RolloutConfig.model_fields["max_response_tokens"].default)
+        if preset in PRESET_OVERLONG_SHARE and isinstance(longest, int) and not rollout.get("overlong_filter"):
+            brought["overlong_cache"] = max(1, int(PRESET_OVERLONG_SHARE[preset] * longest))
+        off_policy = rollout.get("mode", "sync") != "sync" or rollout.get("partial_rollouts") is True
+        if off_policy and algorithm.get("old_logprobs") != "rollout":
+            algorithm = {"corrections": ["tis"], **algorithm}
+        return values | {"algorithm": algorithm, "rollout": brought | rollout}

@@ -53,6 +53,11 @@ def stage_layers(num_layers: int, parallel: ParallelConfig) -> list[list[range]]
     return table
 
 
+def divisors(*numbers: int) -> list[int]:
+    """What divides all of them."""
+    return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers)]
+
+
 def _layer_counts(num_layers: int, stages: int, parallel: ParallelConfig) -> list[int]:
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     ends = (first or 0) + (last or 0)
@@ -65,10 +70,9 @@ def _layer_counts(num_layers: int, stages: int, parallel: ParallelConfig) -> lis
                 f"{uneven} = {first}, {last} leave {left} of {num_layers} layers to {others} other pipeline stages; "
                 "they must leave each the same number, at least 1"
             )
-        divisors = [d for d in range(1, num_layers + 1) if num_layers % d == 0]
         raise ValueError(
             f"parallel.pipeline_model_parallel_size={stages} does not divide {num_layers} layers; use one of "
-            f"{divisors}, or set {uneven}"
+            f"{divisors(num_layers)}, or set {uneven}"
         )
     counts = [left // others if others else 0] * stages
     counts[0] = first if first is not None else counts[0]

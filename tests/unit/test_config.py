@@ -262,10 +262,10 @@ def test_the_plan_names_ranks_and_bytes(values: dict[str, Any]) -> None:
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 2}
     config = validate(put(values, parallel=parallel))
     plan = make_plan(config, check(config))
-    layout = {row[0]: row[1] for row in plan.sections["Layout"]}
+    layout = {row[0]: row[1] for row in plan["Layout"]}
     assert layout["trainer ranks"] == "8"
     assert layout["replica 1 stage 1"] == "ranks 6, 7"
-    assert set(plan.sections) == {"Layout", "Algorithm", "Batch", "Memory per rank", "Bytes per step"}
+    assert set(plan) == {"Layout", "Algorithm", "Batch", "Memory per rank", "Bytes per step"}
 
 
 @pytest.mark.parametrize("cap", [192, 383, 384, 1000, 16384])
@@ -275,7 +275,7 @@ def test_the_plan_counts_micro_batches_as_the_trainer_does(values: dict[str, Any
     if interleaved:
         parallel |= {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     config = validate(put(values, parallel=parallel, algorithm__max_tokens_per_microbatch=cap))
-    rows = {row[0]: row[1] for row in make_plan(config, check(config)).sections["Batch"]}
+    rows = {row[0]: row[1] for row in make_plan(config, check(config))["Batch"]}
     longest = [64 + 128] * (config.rollout.groups_per_step * config.rollout.group_size)
     planned = plan_microbatches(longest, 2, cap, config.parallel.microbatch_multiple)
     assert rows["micro-batches per update, at most"] == str(planned.num_microbatches)

@@ -51,14 +51,14 @@ def test_a_recipe_fits_its_devices_with_room_to_spare(name: str, overrides: tupl
     stages = range(cfg.parallel.pipeline_model_parallel_size)
     peaks = [stage_memory(cfg, hf, stage).peak / 2**30 for stage in stages]
     assert max(peaks) < 0.85 * size  # a tenth for the allocator, some for NCCL and kernels
-    rows = [row for rows in make_plan(cfg, hf).sections.values() for row in rows]
+    rows = [row for rows in make_plan(cfg, hf).values() for row in rows]
     assert [row for row in rows if "DOES NOT FIT" in row[2]] == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_counts_what_the_weight_files_hold(name: str) -> None:
     cfg, hf = recipe(name)
-    rows: dict[str, Any] = {row[0]: row for row in make_plan(cfg, hf).sections["Layout"]}
+    rows: dict[str, Any] = {row[0]: row for row in make_plan(cfg, hf)["Layout"]}
     assert f"{RECIPES[name]:,} parameters" in rows["model"][1]
 
 
@@ -69,6 +69,6 @@ def test_the_documented_memory_is_that_of_the_plan() -> None:
     planned = []
     for name, overrides in DOCUMENTED:
         cfg, hf = recipe(name, *overrides)
-        rows = {row[0]: row[2] for row in make_plan(cfg, hf).sections["Memory per rank"]}
+        rows = {row[0]: row[2] for row in make_plan(cfg, hf)["Memory per rank"]}
         planned += re.findall(r"(\d+)% of the (\d+) GiB", rows["together at the peak"])
     assert shown == planned

@@ -30,14 +30,14 @@ def planned(model: Path, *words: str) -> tuple[Config, HfConfig]:
 
 
 def memory(model: Path, *words: str) -> dict[str, tuple[str, str]]:
-    rows = make_plan(*planned(model, *words)).sections["Memory per rank"]
+    rows = make_plan(*planned(model, *words))["Memory per rank"]
     return {name: (value, how) for name, value, how in rows}
 
 
 def test_stages_are_named_as_they_are_counted_and_large_sizes_are_in_tib() -> None:
     words = [f"model.path={ROOT}/tests/model_configs/qwen3_235b_a22b", "run_dir=r", "data.prompts=x"]
     cfg = load_config(ROOT / "configs" / "qwen3_235b_a22b_gspo.yaml", words)
-    sections = make_plan(cfg, check(cfg, with_files=False)).sections
+    sections = make_plan(cfg, check(cfg, with_files=False))
     rows = {name: (value, how) for section in sections.values() for name, value, how in section}
     assert rows["fullest pipeline stage"][0] == "stage 1"
     assert rows["layers per rank"][1] == "of each stage, from stage 0 on, in 1 chunk(s)"
@@ -114,7 +114,7 @@ def test_routes_on_disk_are_those_of_all_groups_alive_and_of_what_checkpoints_ke
         (["rollout.mode=async", "rollout.max_staleness=2", "deterministic=false"], 39 + 3 * 39),
     ):
         cfg, hf = planned(model, *words, *more)
-        rows = [row for found in make_plan(cfg, hf).sections.values() for row in found]
+        rows = [row for found in make_plan(cfg, hf).values() for row in found]
         (value, how) = next((value, how) for name, value, how in rows if name == "routes on disk")
         longest = cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
         assert value == f"{groups * 6 * longest * 4 / 2**20:.3f} MiB", how
