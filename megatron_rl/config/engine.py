@@ -13,6 +13,21 @@ from .base import ConfigError, Seconds, Section
 KEY_FILE = Path("endpoints") / "engine.key"
 """Below the run directory: the bearer token of the servers that the run starts."""
 
+DECIDED = {
+    "--model-path --model": "set model.path",
+    "--dtype": "set engine.dtype",
+    "--tp-size --tensor-parallel-size": "set engine.tp",
+    "--dp-size --data-parallel-size": "set engine.dp",
+    "--ep-size --expert-parallel-size --ep": "set engine.ep",
+    "--pp-size --pipeline-parallel-size": "set engine.tp; weights are not sent to pipeline stages",
+    "--nnodes --node-rank --dist-init-addr --nccl-init-addr": "set engine.nodes_per_replica",
+    "--base-gpu-id": "the run deals out the devices: see cluster.placement",
+    "--host --port": "the run chooses a free port on each node",
+    "--api-key --admin-api-key": "set engine.api_key_file",
+    "--config": "write what stands in that file into engine.extra_args",
+}
+"""SGLang's options that a run gives itself and counts on, when it sends weights above all, and what to do instead."""
+
 
 class EngineConfig(Section):
     """Generation replicas that speak SGLang's HTTP protocol."""
@@ -72,7 +87,8 @@ class EngineConfig(Section):
     routed_experts: bool = False
     """Have the servers report which experts each token was routed to, and keep that for training."""
     extra_args: list[str] = Field(default_factory=list)
-    """SGLang: further words of its command line, which win over ours, such as [--speculative-algorithm, EAGLE]."""
+    """SGLang: further words of its command line, such as [--speculative-algorithm, EAGLE]; they win over ours, and may
+    not be about model, number format, sizes, address or keys."""
 
     def weights_dtype(self, model_dtype: str) -> str:
         """In which the weights leave, as torch names it, where `model_dtype` is section `model`'s."""
@@ -102,6 +118,17 @@ class EngineConfig(Section):
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError(f"{urls}: every server may stand once; remove the doubled one")
         return urls
+
+    @field_validator("extra_args")
+    @classmethod
+    def _not_decided_elsewhere(cls, words: list[str]) -> list[str]:
+        for word in words:
+            option = word.partition("=")[0]
+            for names, instead in DECIDED.items():
+                # SGLang takes the beginning of a name for the name, as in --tp.
+                if len(option) > 2 and any(name.startswith(option) for name in names.split()):
+                    raise ValueError(f"{word} would override what the run counts on; leave it out, and {instead}")
+        return words
 
     @model_validator(mode="after")
     def _only_for_sglang(self) -> EngineConfig:

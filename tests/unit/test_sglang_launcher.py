@@ -62,7 +62,41 @@ def test_each_option_reaches_the_command_line(changes: dict[str, object], expect
 
 
 def test_words_of_the_user_come_last_and_win() -> None:
-    assert words(dataclasses.replace(OPTIONS, extra_args=("--dtype", "half"))).endswith("256 --dtype half")
+    extra = ("--max-running-requests", "8")
+    assert words(dataclasses.replace(OPTIONS, extra_args=extra)).endswith("256 --max-running-requests 8")
+
+
+@pytest.mark.parametrize(
+    ("extra", "instead"),
+    [
+        (["--log-level", "debug", "--tp", "2"], r"--tp would .* leave it out, and set engine\.tp"),
+        (["--tensor-parallel-size=2"], r"--tensor-parallel-size=2 would .* engine\.tp"),
+        (["--ep", "2"], r"engine\.ep"),
+        (["--dp", "2"], r"engine\.dp"),
+        (["--pipeline-parallel-size", "2"], r"engine\.tp; weights are not sent to pipeline stages"),
+        (["--dtype", "half"], r"engine\.dtype"),
+        (["--model", "/other"], r"model\.path"),
+        (["--port", "1"], "chooses a free port"),
+        (["--host=0.0.0.0"], "chooses a free port"),
+        (["--api-key", "k"], r"engine\.api_key_file"),
+        (["--admin-api-key", "k"], r"engine\.api_key_file"),
+        (["--nnodes", "2"], r"engine\.nodes_per_replica"),
+        (["--base-gpu-id", "1"], r"cluster\.placement"),
+        (["--config", "mine.yaml"], r"into engine\.extra_args"),
+    ],
+)
+def test_words_that_would_override_what_the_run_counts_on_are_refused_with_what_to_set(
+    tmp_path: Path, extra: list[str], instead: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.extra_args: .*{instead}"):
+        config(tmp_path, Path("/model"), [], engine={"kind": "sglang", "extra_args": extra})
+
+
+def test_other_words_pass_whatever_they_begin_with(tmp_path: Path) -> None:
+    harmless = ["--model-checksum", "auto", "--dp-attention-local-control-broadcast", "--ep-dispatch-algorithm=static"]
+    harmless += ["--host-memory", "--port-x", "-", "--", "--enable-fp32-lm-head", "--random-seed", "7", "EAGLE"]
+    cfg = config(tmp_path, Path("/model"), [], engine={"kind": "sglang", "extra_args": harmless})
+    assert cfg.engine.extra_args == harmless
 
 
 def test_nodes_of_one_replica_meet_at_the_address_of_the_first(tmp_path: Path) -> None:
