@@ -47,16 +47,12 @@ class Bucket:
         """First byte and end of each tensor."""
         return list(pairwise(accumulate((tensor.nbytes for tensor in self.tensors), initial=0)))
 
-    def named_views(self, flat: Tensor) -> dict[str, Tensor]:
-        """As `views`, by name."""
-        return {tensor.name: view for tensor, view in zip(self.tensors, self.views(flat), strict=True)}
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Each tensor, as a view of the buffer."""
-        return [
-            flat[begin:end].view(tensor.dtype).view(tensor.shape)
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each tensor by name, as a view of the buffer."""
+        return {
+            tensor.name: flat[begin:end].view(tensor.dtype).view(tensor.shape)
             for tensor, (begin, end) in zip(self.tensors, self.bounds, strict=True)
-        ]
+        }
 
 
 def plan_buckets(groups: Iterable[Sequence[TensorSpec]], capacity: int) -> list[Bucket]:

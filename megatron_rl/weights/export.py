@@ -41,8 +41,8 @@ def export_hf_weights(chunks: Sequence[Any], hf: HfConfig) -> Iterator[tuple[str
     plan = plan_export(chunks, hf, None, 512 * MIB)
     for bucket, flat in export_buckets(plan, plan.device, Place.of_this_rank(everywhere=True)):
         assert flat is not None
-        for tensor, view in zip(bucket.tensors, bucket.views(flat), strict=True):
-            yield tensor.name, view.clone()
+        for name, view in bucket.views(flat).items():
+            yield name, view.clone()
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Assembly:
 
     def _fill(self, parcel: Parcel, work: Tensor | None) -> None:
         gathered = iter(self._gather(parcel))
-        targets = None if work is None else parcel.bucket.named_views(work)
+        targets = None if work is None else parcel.bucket.views(work)
         for mapped, names in zip(parcel.parameters, parcel.names, strict=True):
             shards = next(gathered) if mapped.layout.is_split else [mapped.parameter.detach()]
             if targets is not None:

@@ -27,6 +27,8 @@ FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LAYER_PREFIX = "model.layers.{layer}."
+"""What precedes `Rule.hf` in layer rules; the number is the layer's in the whole model, from 0."""
 # One module for each expert of this rank, or Transformer Engine's one module with a weight for each.
 _EXPERTS = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<matrix>linear_fc[12])\.weight"),
@@ -40,7 +42,7 @@ class Rule:
 
     Attributes:
         megatron: the parameter's name; in a layer rule, behind `decoder.layers.N.`.
-        hf: the tensors it is made of, in the layout's order; in a layer rule, behind the family's layer prefix. With
+        hf: the tensors it is made of, in the layout's order; in a layer rule, behind `model.layers.N.`. With
             `{expert}` in them the rule stands for every expert of the layer, each a parameter of its own.
         layout: how they are put together.
         shapes: of `hf`, one text each, of the words in `_dimensions`.
@@ -123,15 +125,11 @@ class Family:
         model_type: as in config.json.
         top: rules outside of layers.
         layer: rules of every layer.
-        layer_prefix: what precedes `Rule.hf` in layer rules; `{layer}` is the global layer index, from 0.
-        ignored: regular expression of tensors that checkpoints may hold and the model does not need.
     """
 
     model_type: str
     top: tuple[Rule, ...]
     layer: tuple[Rule, ...]
-    layer_prefix: str = "model.layers.{layer}."
-    ignored: str = r".*\.rotary_emb\.inv_freq"
 
     def hf_shapes(self, hf: HfConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this model must hold, with its shape, in the order of the network."""
@@ -161,16 +159,16 @@ class Family:
 
     def layer_names(self, rule: Rule, layer: int, expert: int | None = None) -> tuple[str, ...]:
         """The tensors of a layer rule; `layer` and `expert` are numbers in the whole model, from 0."""
-        prefix = self.layer_prefix.format(layer=layer)
+        prefix = _LAYER_PREFIX.format(layer=layer)
         return tuple(prefix + (name if expert is None else name.format(expert=expert)) for name in rule.hf)
 
     def ignores(self, name: str, hf: HfConfig) -> bool:
         """Whether a checkpoint may hold the tensor although the model does not need it."""
         further = range(hf.num_layers, hf.num_layers + hf.num_predicted_layers)
         return (
-            re.fullmatch(self.ignored, name) is not None
+            name.endswith(".rotary_emb.inv_freq")
             or (hf.tie_word_embeddings and name in self.tied_names())
-            or name.startswith(tuple(self.layer_prefix.format(layer=layer) for layer in further))
+            or name.startswith(tuple(_LAYER_PREFIX.format(layer=layer) for layer in further))
         )
 
     def tied_names(self) -> set[str]:

@@ -17,7 +17,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,41 +77,38 @@ def write_version(
     writing = out_dir.with_name(_WRITING + out_dir.name)
     is_main = dist.get_rank() == 0
     plan = plan_export(chunks, hf, dtype, bucket_bytes)
-    with _AllOrNothing(f"prepare {writing}", plan.device):
+    with _all_or_nothing(f"prepare {writing}", plan.device):
         if is_main:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
     counts = _files_of_each_stage(plan, place)
-    with _AllOrNothing(f"write {writing}", plan.device):
+    with _all_or_nothing(f"write {writing}", plan.device):
         if place.exports:
             _write_stage(plan, place, counts, writing)
-    with _AllOrNothing(f"complete {out_dir}", plan.device):
+    with _all_or_nothing(f"complete {out_dir}", plan.device):
         if is_main:
             _write_index(writing)
-            copy_companions(source_dir, writing, dtype or _dtype_of(chunks))
+            copy_companions(source_dir, writing, dtype or next(chunks[0].parameters()).dtype)
             sync(writing)
             _move_into_place(writing, out_dir)
     return out_dir
 
 
-class _AllOrNothing:
+@contextmanager
+def _all_or_nothing(what: str, device: torch.device) -> Iterator[None]:
     """A phase after which all ranks go on, or all raise: no rank waits for one that has failed."""
-
-    def __init__(self, what: str, device: torch.device) -> None:
-        self.what, self._device = what, device
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # killed: the process ends here
-        failed = torch.tensor([dist.get_rank() + 1 if error is not None else 0], device=self._device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if error is not None:
-            hint = "; free space or fix permissions, then resume" if isinstance(error, OSError) else ""
-            raise WeightsError(f"could not {self.what}: {error}{hint}") from error
-        if failed.item():
-            raise WeightsError(f"could not {self.what}: rank {int(failed) - 1} failed, see its log")
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failed = torch.tensor([0 if error is None else dist.get_rank() + 1], device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if error is not None:
+        hint = "; free space or fix permissions, then resume" if isinstance(error, OSError) else ""
+        raise WeightsError(f"could not {what}: {error}{hint}") from error
+    if failed.item():
+        raise WeightsError(f"could not {what}: rank {int(failed) - 1} failed, see its log")
 
 
 def _files_of_each_stage(plan: ExportPlan, place: Place) -> list[int]:
@@ -141,15 +139,8 @@ def _write_index(writing: Path) -> None:
         tensors = read_header(file)
         weight_map |= dict.fromkeys(tensors, file.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(writing / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _dtype_of(chunks: Sequence[Any]) -> torch.dtype:
-    return next(parameter.dtype for chunk in chunks for parameter in chunk.parameters())
-
-
-def _write_json(path: Path, content: Any) -> None:
-    write_atomic(path, json.dumps(content, indent=2))
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomic(writing / INDEX, json.dumps(content, indent=2))
 
 
 def _move_into_place(writing: Path, out_dir: Path) -> None:
@@ -183,18 +174,14 @@ def discard_versions_after(weights_dir: str | Path, version: int) -> None:
             _remove(path)
 
 
-def prune_versions(weights_dir: str | Path, keep: int, in_use: Collection[int] = ()) -> list[int]:
-    """Remove all but the newest `keep` versions and those in `in_use`; and what crashes have left. One caller only.
+def prune_versions(weights_dir: str | Path, keep: int, in_use: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` (1 or more) versions and those in `in_use`; and what crashes have left.
 
-    Returns the versions removed.
+    One caller only.
     """
-    if keep < 1:
-        raise ValueError(f"keep={keep}: at least the newest version must stay; use keep=1 or more")
-    folder, removed = Path(weights_dir), []
+    folder = Path(weights_dir)
     for version, path in list_versions(folder)[:-keep]:
         if version not in in_use:
             _remove(path)
-            removed.append(version)
     for path in [*folder.glob(f"{_WRITING}*"), *folder.glob(f"{_REMOVING}*")]:
         shutil.rmtree(path, ignore_errors=True)
-    return removed

@@ -42,8 +42,8 @@ def buckets_of(model: Path) -> Iterator[tuple[Bucket, torch.Tensor]]:
     specs = [[TensorSpec(name, tuple(tensor.shape), tensor.dtype)] for name, tensor in tensors.items()]
     for bucket in plan_buckets(specs, 50_000):
         flat = torch.empty(bucket.nbytes + 64, dtype=torch.uint8)  # buffers are longer than most buckets
-        for spec, view in zip(bucket.tensors, bucket.views(flat), strict=True):
-            view.copy_(tensors[spec.name])
+        for name, view in bucket.views(flat).items():
+            view.copy_(tensors[name])
         yield bucket, flat
 
 

@@ -129,8 +129,8 @@ def test_a_group_whose_engine_cannot_be_found_fails_by_itself(monkeypatch: pytes
 
 def test_meeting_in_a_group_is_given_up_when_the_run_is_to_end() -> None:
     engines = Unanswered()
-    group = UpdateGroup(engines, ["http://127.0.0.1:1"], 1, "it", "gloo", 600.0)
-    group.join(lambda: True)
+    group = UpdateGroup(engines, ["http://127.0.0.1:1"], 1, "it", "gloo", 600.0, lambda: True)
+    group.join()
     assert group.failed == {"http://127.0.0.1:1": "meeting in a process group: given up, the run is to end"}
     assert engines.done
 
@@ -138,8 +138,11 @@ def test_meeting_in_a_group_is_given_up_when_the_run_is_to_end() -> None:
 def test_groups_meet_at_the_same_time() -> None:
     """Neither is answered, and both are given up as soon as both have been asked."""
     engines = [Unanswered(), Unanswered()]
-    groups = [UpdateGroup(e, ["http://127.0.0.1:1"], 1, f"it-{i}", "gloo", 600.0) for i, e in enumerate(engines)]
-    join_all(groups, lambda: all(e.asked for e in engines))
+    groups = [
+        UpdateGroup(e, ["http://127.0.0.1:1"], 1, f"it-{i}", "gloo", 600.0, lambda: all(e.asked for e in engines))
+        for i, e in enumerate(engines)
+    ]
+    join_all(groups)
     assert all(group.failed for group in groups)
 
 
@@ -182,7 +185,7 @@ class Opened(pickle.Unpickler):
 def test_values_take_no_more_of_the_buffer_than_the_tensors() -> None:
     bucket = Bucket((TensorSpec("w", (4,), torch.float32),))
     flat = torch.zeros(100_000, dtype=torch.uint8)
-    bucket.views(flat)[0].copy_(torch.arange(4.0))
+    bucket.views(flat)["w"].copy_(torch.arange(4.0))
     payload = base64.b64decode(handles.value_payload(bucket, flat))
     assert len(payload) < 2_000
     [(name, tensor)] = pickle.loads(payload)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron_rl.weights.version_dir import list_versions, prune_versions, version_path
 
 
@@ -29,7 +27,7 @@ def test_versions_are_named_with_six_digits_and_listed_in_order(tmp_path: Path) 
 
 def test_pruning_keeps_the_newest_and_those_in_use(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4, 5)
-    assert prune_versions(tmp_path, keep=2, in_use=[2]) == [1, 3]
+    prune_versions(tmp_path, keep=2, in_use=[2])
     assert [version for version, _ in list_versions(tmp_path)] == [2, 4, 5]
 
 
@@ -41,8 +39,3 @@ def test_pruning_removes_what_crashes_left(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     prune_versions(tmp_path, keep=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "v000001"]
-
-
-def test_pruning_everything_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep=0"):
-        prune_versions(tmp_path, keep=0)

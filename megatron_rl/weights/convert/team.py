@@ -12,26 +12,17 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.weights import WeightsError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 STALE_S = 900.0
 """A rank that has not told of a byte for so long is taken for lost."""
 _POLL_S, _TELL_S, _LAST_S = 0.05, 0.5, 10.0
 _FAILED = "failed"
-
-
-class Store(Protocol):
-    """What is needed of torch's key-value store."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def add(self, key: str, amount: int, /) -> int: ...
 
 
 class Team:
@@ -97,10 +88,8 @@ class Team:
             if not isinstance(error, _OtherRankError):
                 self._set(_FAILED, f"rank {self.rank}: {error or type(error).__name__}")
             self._set(f"left/{self.rank}", True)
-            others, until = (
-                [f"left/{rank}" for rank in range(1, self.size)],
-                time.monotonic() + min(_LAST_S, self._stale_s),
-            )
+            others = [f"left/{rank}" for rank in range(1, self.size)]
+            until = time.monotonic() + min(_LAST_S, self._stale_s)
             while self.rank == 0 and time.monotonic() < until and not self._ask(lambda store: store.check(others)):
                 time.sleep(_POLL_S)
 

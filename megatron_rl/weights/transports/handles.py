@@ -31,7 +31,7 @@ def value_payload(bucket: Bucket, flat: Tensor) -> str:
         flat: uint8 on the CPU, of at least `bucket.nbytes` bytes.
     """
     # A view would take the whole buffer along, each of them: clones have storages of their own.
-    named = [(t.name, v.clone()) for t, v in zip(bucket.tensors, bucket.views(flat), strict=True)]
+    named = [(name, view.clone()) for name, view in bucket.views(flat).items()]
     return base64.b64encode(pickle.dumps(named, protocol=4)).decode()
 
 
