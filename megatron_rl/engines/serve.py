@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import typer
 
@@ -135,7 +135,7 @@ def _main(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 0,
     endpoint_file: Annotated[str | None, typer.Option(help="Where to publish the address.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Number format.")] = "auto",
     max_running_requests: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 256,
     deterministic: Annotated[bool, typer.Option(help="Same bits whatever runs beside a request.")] = False,
     api_key: Annotated[str | None, typer.Option(help="Bearer token that requests must bring.")] = None,
@@ -147,11 +147,10 @@ def _main(
     kv_cache_gib: Annotated[float | None, typer.Option(help="Memory for keys and values.")] = None,
 ) -> None:
     """Serve a model with the embedded engine."""
-    chosen = cast(Dtype, dtype)  # EmbeddedOptions checks it
     try:
         serve_embedded(
             EmbeddedOptions(
-                model, host, port, False, endpoint_file, chosen, max_running_requests, deterministic, api_key,
+                model, host, port, False, endpoint_file, dtype, max_running_requests, deterministic, api_key,
                 weight_version, None, context_length, seed, num_threads, enable_return_routed_experts, kv_cache_gib,
             )
         )  # fmt: skip

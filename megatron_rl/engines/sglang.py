@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -25,12 +24,14 @@ from megatron_rl.files import write_atomic
 from megatron_rl.weights.current import CurrentWeights, to_start_with
 
 from .embedded.options import SPARE_ROWS, SPARE_TOKENS
+from .published import local_url, published, url_of
 from .server_process import ServerFailed, ServerProcess, call
 from .sglang_command import SglangOptions, command_line, environment
 from .sglang_install import SglangError, find_python, require_tested
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
+POLL_S = 0.2
 CHECKSUM_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 128
 """The least context in which SGLang's first request to itself fits, even with a token for every byte."""
@@ -98,18 +99,16 @@ def serve_sglang(options: SglangOptions, environ: Mapping[str, str]) -> None:
     _require_free(options.host, port)
     with tempfile.TemporaryDirectory(prefix="megatron-rl-sglang-") as folder:
         secrets = _write_keys(Path(folder), options.api_key)
-        argv = command_line(options, port, installed, secrets, _head_address(options))
+        argv = command_line(options, port, installed, secrets, head_address(options))
         log.info("starting SGLang %s: %s", installed.sglang, " ".join(argv))
         with ServerProcess("SGLang", argv, environment(options, installed, environ), GRACE_S) as server:
-            url = _local_url(options.host, port)
+            url = local_url(options.host, port)
             if not server.wait_ready(url, options.ready_timeout_s, lambda: bool(stopping), "engine.ready_timeout_s"):
                 return
             _require_checksum(options, url)
-            try:
-                _publish(options, _url(options.host, port))
+            file = options.endpoint_file if options.node_rank == 0 else None
+            with published(file, url_of(options.host, port), options.model):
                 server.wait(lambda: bool(stopping))
-            finally:
-                _unpublish(options)
 
 
 def _write_keys(folder: Path, api_key: str | None) -> Path | None:
@@ -148,13 +147,30 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _head_address(options: SglangOptions) -> str | None:
-    """HOST:PORT at which the nodes of one replica meet: published by its first node, awaited by the others."""
+def head_address(options: SglangOptions) -> str | None:
+    """HOST:PORT at which the nodes of one replica meet; None for a single node.
+
+    The first node writes it to `head_file`, in the run's directory, the others wait for it.
+
+    Raises:
+        ServerFailed: the first node has not written it within `ready_timeout_s`.
+    """
     if options.nodes == 1:
         return None
-    from .sglang_nodes import head_address
-
-    return head_address(options)
+    path = Path(options.head_file)
+    if options.node_rank == 0:
+        address = f"{socket.gethostname()}:{_free_port('')}"
+        write_atomic(path, json.dumps({"address": address}))
+        return address
+    deadline = time.monotonic() + options.ready_timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise ServerFailed(
+                f"node {options.node_rank} of {options.nodes} waited {options.ready_timeout_s:g} s "
+                f"(engine.ready_timeout_s) for {path} from the replica's first node; look at that node's log"
+            )
+        time.sleep(POLL_S)
+    return str(json.loads(path.read_text())["address"])
 
 
 def _require_checksum(options: SglangOptions, url: str) -> None:
@@ -171,30 +187,3 @@ def _require_checksum(options: SglangOptions, url: str) -> None:
             f"{options.model}: the checksum is {found}, engines that loaded version {options.weight_version} reported "
             f"{options.weights_checksum}; was the directory changed?"
         )
-
-
-def _publish(options: SglangOptions, url: str) -> None:
-    log.info("engine ready at %s, model %s", url, options.model)
-    if options.endpoint_file is not None and options.node_rank == 0:
-        text = json.dumps({"url": url, "pid": os.getpid(), "model": options.model})
-        write_atomic(Path(options.endpoint_file), text)
-
-
-def _unpublish(options: SglangOptions) -> None:
-    """Remove the published address, unless a successor has published its own."""
-    if options.endpoint_file is None:
-        return
-    path = Path(options.endpoint_file)
-    with suppress(FileNotFoundError, ValueError, KeyError):
-        if json.loads(path.read_text())["pid"] == os.getpid():
-            path.unlink()
-
-
-def _url(host: str, port: int) -> str:
-    """How others reach it: an address that means all interfaces is replaced by the name of this machine."""
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-def _local_url(host: str, port: int) -> str:
-    return _url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)

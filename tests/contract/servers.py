@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from megatron_rl.config.engine import KEY_FILE
 from megatron_rl.engines.embedded.options import SPARE_TOKENS
 from megatron_rl.engines.sglang_install import find_python
 from megatron_rl.rollout.session import error_text
+from megatron_rl.weights.transports.group import in_thread
 from tests.unit.rollout_rig import config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ class Client:
 
     def generate_later(self, input_ids: Any, **params: Any) -> Future[Any]:
         """The same from a thread of its own."""
-        return in_background(lambda: self.generate(input_ids, **params))
+        return in_thread(lambda: self.generate(input_ids, **params))
 
     def load(self) -> dict[str, Any]:
         """What runs and waits."""
@@ -117,20 +117,6 @@ def generate_body(input_ids: Any, **params: Any) -> dict[str, Any]:
     outer = {name: params.pop(name) for name in ("rid", "logprob_start_len") if name in params}
     sampling = params.pop("sampling_params", {"sampling_seed": SEED, **params})
     return {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, **outer}
-
-
-def in_background(function: Callable[[], Any]) -> Future[Any]:
-    """Run in a daemon thread; the future carries result or exception."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _parse(raw: bytes) -> Any:

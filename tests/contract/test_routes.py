@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.rollout.answers import parse_generations
 from megatron_rl.rollout.protocol import Prompt, SamplingSettings
 from megatron_rl.rollout.routed import RouteFormat
+from megatron_rl.weights.transports.group import in_thread
 from tests.contract.servers import (
     NO_SGLANG,
     SGLANG,
     Server,
-    in_background,
     launch_embedded,
     launch_sglang,
     wait_until_ready,
@@ -140,7 +140,7 @@ def test_segments_report_what_is_new_from_the_cache_and_without_it(server: Serve
 
 
 def test_an_aborted_response_reports_what_it_has(server: Server, references: list[Any]) -> None:
-    future = in_background(lambda: ask(server, PROMPT, max_new_tokens=900, rid="s-0.0001"))
+    future = in_thread(lambda: ask(server, PROMPT, max_new_tokens=900, rid="s-0.0001"))
     server.wait_for_load("some tokens", lambda load: load["num_used_tokens"] >= len(PROMPT) + 10)
     server.ok("/abort_request", {"rid": "s-0.0001"})
     answer = future.result(60)
@@ -178,7 +178,7 @@ def test_new_weights_of_experts_arrive_by_the_names_of_the_checkpoint(
         (server.other_model, references[1], from_disk),
         (server.model, references[0], before),
     ):
-        way(server, tensors_of(model), True)
+        way(server, tensors_of(model))
         assert server.checksums() == checksums
         server.ok("/flush_cache", {})
         answer = ask(server, PROMPT, max_new_tokens=12)

@@ -38,7 +38,8 @@ def test_filters_bound_the_tokens_and_leave_the_log_probs_alone(
 
 def test_tokens_are_drawn_from_the_distribution(server: Server, reference: Reference) -> None:
     count = 4000 if server.kind == "embedded" else 1000  # which takes a real SGLang seconds
-    answers = server.generate(PROMPT, n=count, max_new_tokens=1, temperature=1.0)
+    params = [{"max_new_tokens": 1, "sampling_seed": seed} for seed in range(count)]
+    answers = server.generate([PROMPT] * count, sampling_params=params)
     probs = torch.softmax(reference.logits(PROMPT)[-1], dim=-1).numpy()
     counts = np.bincount([a["output_ids"][0] for a in answers], minlength=len(probs))
     expected = probs * count

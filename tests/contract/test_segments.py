@@ -116,9 +116,7 @@ def test_the_load_tells_running_from_waiting(server: Server) -> None:
         "all to be there",
         lambda load: (load["num_running_reqs"], load["num_waiting_reqs"]) == (server.max_running_requests, 3),
     )
-    assert load["dp_rank"] == 0
-    assert load["num_total_tokens"] >= load["num_used_tokens"] > 0
-    assert 0 < load["token_usage"] <= 1
+    assert load["num_used_tokens"] > 0
     server.ok("/abort_request", {"abort_all": True})
     answers = [future.result(60) for future in futures]
     assert [a["meta_info"]["finish_reason"]["type"] for a in answers] == ["abort"] * count

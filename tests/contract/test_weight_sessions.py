@@ -18,81 +18,77 @@ LONG = {"max_new_tokens": 3000, "ignore_eos": True}
 Way = Callable[[Server, NamedTensors], None]
 
 
-def put(server: Server, tensors: NamedTensors, flattened: bool = False, **fields: Any) -> Any:
+def put(server: Server, tensors: NamedTensors, flattened: bool = False) -> Any:
     """The answer to tensors that are sent in the body of a request."""
-    body = {"serialized_named_tensors": [payload(tensors, flattened)], **fields}
-    if flattened:
-        body["load_format"] = "flattened_bucket"
+    body = {
+        "serialized_named_tensors": [payload(tensors, flattened)],
+        "load_format": "flattened_bucket" if flattened else None,
+        "flush_cache": False,
+    }
     server.updated = True
     return server.call("/update_weights_from_tensor", body)
 
 
-def by_broadcast(server: Server, tensors: NamedTensors, flattened: bool) -> None:
+def by_broadcast(server: Server, tensors: NamedTensors) -> None:
     server.updated = True
     with sender(server) as trainer, session(server):
         for bucket in split(tensors, 3):
-            answer = trainer.send(bucket, flattened)
+            answer = trainer.send(bucket)
             assert answer.status == 200, answer
             assert answer.body["success"] is True
 
 
-def by_value(server: Server, tensors: NamedTensors, flattened: bool) -> None:
+def by_value(server: Server, tensors: NamedTensors, flattened: bool = False) -> None:
     with session(server):
         for bucket in split(tensors, 3):
             assert put(server, bucket, flattened).body == {"success": True, "message": "Success"}
 
 
-@pytest.mark.parametrize("flattened", [False, True], ids=["one by one", "flattened"])
-@pytest.mark.parametrize("way", [by_broadcast, by_value])
-def test_all_ways_lead_to_the_same_weights(
-    server: Server, other_reference: Reference, way: Callable[..., None], flattened: bool
-) -> None:
+def by_flattened_value(server: Server, tensors: NamedTensors) -> None:
+    by_value(server, tensors, flattened=True)
+
+
+@pytest.mark.parametrize("way", [by_broadcast, by_value, by_flattened_value])
+def test_all_ways_lead_to_the_same_weights(server: Server, other_reference: Reference, way: Way) -> None:
     before = server.checksums()
     server.ok("/update_weights_from_disk", {"model_path": str(server.other_model)})
     from_disk = server.checksums()
     server.ok("/update_weights_from_disk", {"model_path": str(server.model)})
     assert server.checksums() == before != from_disk
-    way(server, tensors_of(server.other_model), flattened)
+    way(server, tensors_of(server.other_model))
     assert server.checksums() == from_disk
+    server.ok("/flush_cache", {})
     answer = server.generate(PROMPT, max_new_tokens=12, temperature=0, ignore_eos=True)
     assert answer["output_ids"] == other_reference.greedy(PROMPT, 12)
 
 
-def test_the_version_comes_with_the_last_tensors_or_alone(server: Server) -> None:
-    tensors = tensors_of(server.other_model)
+def test_the_version_follows_the_tensors(server: Server) -> None:
     with session(server):
-        assert put(server, tensors[:5]).status == 200
+        assert put(server, tensors_of(server.other_model)).status == 200
         assert server.ok("/model_info")["weight_version"] == "w0"
-        answer = put(server, tensors[5:], weight_version="w1")
-        assert "w1" in answer.body["message"]
-        assert server.ok("/model_info")["weight_version"] == "w1"
-    answer = server.ok("/update_weight_version", {"new_version": "w2"})
+        answer = server.ok("/update_weight_version", {"new_version": "w2", "abort_all_requests": False})
     assert answer == {"success": True, "message": "Weight version updated to w2", "new_version": "w2"}
     assert server.ok("/model_info")["weight_version"] == "w2"
     assert server.generate(PROMPT, max_new_tokens=1)["meta_info"]["weight_version"] == "w2"
 
 
-@pytest.mark.parametrize("abort", [True, False])
-def test_a_new_version_aborts_what_runs_unless_told_not_to(server: Server, abort: bool) -> None:
+def test_a_new_version_is_that_of_the_tokens_that_follow(server: Server) -> None:
     server.updated = True
     future = server.generate_later(PROMPT, rid="long.", **LONG)
     load = server.wait_for_load("some tokens", lambda load: load["num_used_tokens"] >= len(PROMPT) + 10)
-    server.ok("/update_weight_version", {"new_version": "w1", **({} if abort else {"abort_all_requests": False})})
-    if not abort:
-        enough = load["num_used_tokens"] + 20
-        server.wait_for_load("more", lambda load: load["num_used_tokens"] > enough or not load["num_running_reqs"])
-        server.ok("/abort_request", {"rid": "long."})
+    server.ok("/update_weight_version", {"new_version": "w1", "abort_all_requests": False})
+    enough = load["num_used_tokens"] + 20
+    server.wait_for_load("more", lambda load: load["num_used_tokens"] > enough or not load["num_running_reqs"])
+    server.ok("/abort_request", {"rid": "long."})
     meta = future.result(60)["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
-    versions = [span["version"] for span in meta["weight_versions"]]
-    assert versions[0] == "w0"
-    assert abort or versions == ["w0", "w1"]
+    assert [span["version"] for span in meta["weight_versions"]] == ["w0", "w1"]
 
 
 def test_updates_from_memory_want_a_session(server: Server) -> None:
     tensors = tensors_of(server.other_model)
     before = server.checksums()
-    answer = server.call("/update_weights_from_tensor", {"serialized_named_tensors": [payload(tensors)]})
+    answer = put(server, tensors)
     assert answer.status == 400
     assert answer.body["success"] is False
     assert "update_weights_from_tensor must run between begin_weight_update()" in answer.body["message"]
@@ -126,7 +122,7 @@ def test_a_session_in_a_pause_gives_each_token_its_version(server: Server, mode:
             server.ok("/flush_cache", {})
         with session(server):
             for bucket in split(tensors, 2):
-                assert trainer.send(bucket, flattened=True, flush_cache=False).status == 200
+                assert trainer.send(bucket).status == 200
             server.ok("/update_weight_version", {"new_version": "w1", "abort_all_requests": False})
         server.updated = True
         server.ok("/continue_generation", {})
@@ -141,18 +137,6 @@ def test_a_session_in_a_pause_gives_each_token_its_version(server: Server, mode:
     assert spans[0]["end"] >= 10
     assert answer["meta_info"]["num_retractions"] == (mode == "retract")
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
-
-
-def test_a_flush_that_is_refused_fails_the_update_that_is_in_place_already(server: Server) -> None:
-    before = server.checksums()
-    server.generate_later(PROMPT, **LONG)
-    server.wait_for_load("it to run", lambda load: load["num_used_tokens"] >= len(PROMPT) + 10)
-    server.ok("/pause_generation", {"mode": "in_place"})
-    with session(server):
-        answer = put(server, tensors_of(server.other_model), flush_cache=True)
-    assert answer.status == 400
-    assert "the cache was not flushed" in answer.body["message"]
-    assert server.checksums() != before
 
 
 def test_a_trainer_that_goes_away_fails_the_update_and_not_the_server(server: Server) -> None:
@@ -219,7 +203,7 @@ def test_tensors_that_do_not_fit_are_named_and_none_of_their_bucket_is_used(
 def test_a_pickle_of_anything_else_is_refused(embedded_server: Server, content: Any) -> None:
     """A real SGLang ends at it."""
     with session(embedded_server):
-        body = {"serialized_named_tensors": [encode(content)]}
+        body = {"serialized_named_tensors": [encode(content)], "flush_cache": False}
         answer = embedded_server.call("/update_weights_from_tensor", body)
     assert answer.status == 400
     assert "serialized_named_tensors" in answer.body["message"]
@@ -237,7 +221,8 @@ def test_a_pickle_of_anything_else_is_refused(embedded_server: Server, content: 
 def test_groups_that_cannot_be_are_refused_at_once(
     embedded_server: Server, fields: dict[str, Any], message: str
 ) -> None:
-    body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    body |= {"group_name": "g", "backend": "gloo"}
     answer = embedded_server.call("/init_weights_update_group", {**body, **fields})
     assert answer.status == 400
     assert message in answer.body["message"]

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_rl.cluster.ports import free_port
-from tests.contract.servers import Answer, Server, in_background
+from megatron_rl.weights.transports.group import in_thread
+from tests.contract.servers import Answer, Server
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 TIMEOUT_S = 60.0
@@ -51,20 +52,16 @@ class Sender:
     name: str
     group: Any
 
-    def send(self, tensors: NamedTensors, flattened: bool = False, **fields: Any) -> Answer:
+    def send(self, tensors: NamedTensors) -> Answer:
         """Announce, broadcast, and what the server answered."""
-        answer = self.announce(tensors, flattened, **fields)
-        parts = [flat(tensors)] if flattened else [tensor.contiguous() for _, tensor in tensors]
-        for part in parts:
-            dist.broadcast(part, src=0, group=self.group)
+        answer = self.announce(tensors)
+        dist.broadcast(flat(tensors), src=0, group=self.group)
         return answer.result(TIMEOUT_S)
 
-    def announce(self, tensors: NamedTensors, flattened: bool = False, **fields: Any) -> Future[Answer]:
+    def announce(self, tensors: NamedTensors) -> Future[Answer]:
         """Tell the server what would be broadcast."""
-        body = {**description(tensors), "group_name": self.name, **fields}
-        if flattened:
-            body["load_format"] = "flattened_bucket"
-        return in_background(lambda: self.server.call("/update_weights_from_distributed", body))
+        body = {**description(tensors), "group_name": self.name}
+        return in_thread(lambda: self.server.call("/update_weights_from_distributed", body))
 
     def close(self) -> None:
         """Close the connections, as the end of a process does."""
@@ -88,7 +85,7 @@ def join(server: Server) -> Sender:
     name, port = f"group-{next(_numbers)}", free_port()
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     body |= {"group_name": name, "backend": "gloo"}
-    answer = in_background(lambda: server.call("/init_weights_update_group", body))
+    answer = in_thread(lambda: server.call("/init_weights_update_group", body))
     found = Sender(server, name, _rank_0(name, port))
     assert answer.result(TIMEOUT_S) == Answer(
         200, {"success": True, "message": "Succeeded to initialize custom process group."}
@@ -107,12 +104,14 @@ def _rank_0(name: str, port: int) -> Any:
 
 
 def description(tensors: NamedTensors) -> dict[str, Any]:
-    """What is announced of tensors."""
+    """What is announced of tensors that are broadcast together."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
     return {
         "names": [name for name, _ in tensors],
         "dtypes": dtypes,
         "shapes": [list(tensor.shape) for _, tensor in tensors],
+        "load_format": "flattened_bucket",
+        "flush_cache": False,
     }
 
 

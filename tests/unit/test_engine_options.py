@@ -23,7 +23,6 @@ from tests.unit.rollout_rig import config
     ("name", "value"),
     [
         ("port", 70000),
-        ("dtype", "float8"),
         ("max_running_requests", 0),
         ("context_length", -1),
         ("kv_cache_gib", 0.0),

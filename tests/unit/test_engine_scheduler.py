@@ -17,7 +17,6 @@ from megatron_rl.engines.embedded.fixed_shapes import FixedShapeDecoder
 from megatron_rl.engines.embedded.forward import ForwardPass
 from megatron_rl.engines.embedded.request import Request, Sampling
 from megatron_rl.engines.embedded.scheduler import Scheduler
-from megatron_rl.engines.embedded.updates import Updates
 from megatron_rl.engines.embedded.weights import Weights, load_model
 from tests.tiny import tiny_model
 
@@ -40,7 +39,7 @@ class Rig:
         self.failed = threading.Event()
         self._left, self._done = 0, threading.Event()
         self.scheduler = Scheduler(self.decoder, "v0", 32, self._finished, self.failed.set)
-        self.updates = Updates(self.scheduler, Weights(self.model))
+        self.weights = Weights(self.model)
         self.scheduler.start()
 
     def _finished(self, requests: Sequence[Request]) -> None:
@@ -131,7 +130,7 @@ def test_weights_with_nan_fail_the_requests_and_not_the_engine(path: Path, rigs:
         assert r.finish_reason is not None
         assert r.finish_reason["status_code"] == 500
         assert "not finite" in r.finish_reason["message"]
-    rig.call(lambda: rig.updates.load_from_disk(str(path), "v1", False))
+    rig.call(lambda: rig.weights.update(str(path)))
     healthy = [request("c", [5, 6]), request("d", [7])]  # shorter, in the same slots, whose cache was not flushed
     rig.run(healthy)
     for r in healthy:
@@ -151,7 +150,7 @@ def test_an_error_in_the_loop_ends_every_request_present_and_later(
 
     monkeypatch.setattr(rig.decoder, step, fail)
     present = [request("a", [5, 6], 1), request("b", [7]), request("c", [8])]
-    present[1].input_log_probs_from = 0
+    present[1].scored = True
     rig.run(present)
     assert rig.failed.wait(DEADLINE_S)
     later = request("d", [8])
@@ -163,4 +162,4 @@ def test_an_error_in_the_loop_ends_every_request_present_and_later(
         assert r.finish_reason["status_code"] == 500
         assert "out of memory" in r.finish_reason["message"]
     with pytest.raises(RuntimeError, match="out of memory"):
-        rig.call(rig.updates.checksums)
+        rig.call(rig.weights.checksums)

@@ -20,10 +20,9 @@ from megatron_rl.config.engine import KEY_FILE, EngineConfig
 from megatron_rl.engines import guard
 from megatron_rl.engines.serve import serve_model
 from megatron_rl.engines.server_process import ServerFailed, ServerProcess
-from megatron_rl.engines.sglang import _require_free, _write_keys, sglang_from_config
+from megatron_rl.engines.sglang import _require_free, _write_keys, head_address, sglang_from_config
 from megatron_rl.engines.sglang_command import SglangOptions, command_line, environment
 from megatron_rl.engines.sglang_install import Installed, SglangError, inspect, require_tested
-from megatron_rl.engines.sglang_nodes import head_address
 from tests.unit.rollout_rig import config
 
 CPU, CUDA = Installed("0.5.23", "2.13.0+cpu"), Installed("0.5.23", "2.14.1")

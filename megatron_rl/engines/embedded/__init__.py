@@ -3,7 +3,7 @@
 - HTTP: `server` (routes), `protocol` (what requests may say), `responses` (what answers say), `gate` (who may pass
   while the engine is paused or updated), `service` (from HTTP to the scheduler and back)
 - weights over HTTP: `weight_routes`, `weight_protocol`, `weight_service` likewise, `groups` (broadcasts),
-  `wire_tensors` (buckets and pickles), `updates` (what may be done when)
+  `wire_tensors` (buckets and pickles)
 - decoding: `scheduler` (the thread), `batch` (the sequences that run), `parked` (those that may be continued),
   `request` (one of them), `sampler` (logits to tokens)
 - the model: `forward` (one pass), `decoder` (with its cache), `fixed_shapes` (the deterministic decoder), `kv_cache`,

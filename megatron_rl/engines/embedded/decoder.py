@@ -180,19 +180,19 @@ class Decoder:
         """Forget all keys and values."""
         self.cache.clear()
 
-    def prompt_log_probs(self, tokens: Tokens, start: int) -> LogProbs:
-        """log_softmax(logits)[token] of tokens[start + 1 :], float32, at temperature 1; a pass of its own."""
+    def prompt_log_probs(self, tokens: Tokens) -> LogProbs:
+        """log_softmax(logits)[token] of tokens[1:], float32, at temperature 1; a pass of its own."""
         hidden = self.forward.hidden_states(
             torch.from_numpy(tokens)[None],
             torch.arange(len(tokens))[None],
             lambda _, q, k, v: causal_attention(q, k, v),
         )[0]
-        found = np.empty(len(tokens) - start - 1, np.float32)
-        for first in range(start, len(tokens) - 1, 512):  # logits of a whole long prompt would be GiBs
+        found = np.empty(len(tokens) - 1, np.float32)
+        for first in range(0, len(tokens) - 1, 512):  # logits of a whole long prompt would be GiBs
             last = min(first + 512, len(tokens) - 1)
             log_probs = torch.log_softmax(self.forward.logits(hidden[first:last]).float(), dim=-1)
             targets = torch.from_numpy(tokens[first + 1 : last + 1])
-            found[first - start : last - start] = log_probs.gather(1, targets[:, None])[:, 0].numpy()
+            found[first:last] = log_probs.gather(1, targets[:, None])[:, 0].numpy()
         return found
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
 import torch
 import uvicorn
-from tokenizers import Tokenizer
 
-from megatron_rl.files import write_atomic
+from megatron_rl.engines.published import published, url_of
 
 from .decoder import Decoder
 from .fixed_shapes import FixedShapeDecoder
@@ -28,7 +25,6 @@ from .protocol import Limits
 from .scheduler import Scheduler
 from .server import create_app
 from .service import Service
-from .updates import Updates
 from .weight_service import WeightService
 from .weights import Weights, WeightsError, load_model, overall_checksum
 
@@ -64,7 +60,7 @@ class Engine:
         kind = FixedShapeDecoder if options.deterministic else Decoder
         routes = options.enable_return_routed_experts
         decoder = kind(forward, options.max_running_requests, limits.context_length, _kv_budget(options), routes)
-        self.service = Service(limits, _tokenizer(options.model), options.seed)
+        self.service = Service(limits, options.seed)
         self.scheduler = Scheduler(
             decoder,
             options.weight_version,
@@ -72,18 +68,9 @@ class Engine:
             on_finish=self.service.finished,
             on_failure=self._on_failure,
         )
-        self.weights = WeightService(
-            self.service.gate, Groups(), lambda: self.service.abort(None, abort_all=True), options.model
-        )
-        self.weights.attach(self.scheduler, Updates(self.scheduler, weights))
-        information = {
-            "tokenizer_path": options.model,
-            "is_generation": True,
-            "model_type": model.config.model_type,
-            "architectures": model.config.architectures,
-        }
+        self.weights = WeightService(self.service.gate, Groups(), self.scheduler, weights, options.model)
         config = uvicorn.Config(
-            create_app(self.service, self.weights, options, information),
+            create_app(self.service, self.weights, options),
             log_level="warning",
             access_log=False,
             lifespan="off",  # nothing here needs it, and a second signal would leave it with a traceback
@@ -101,11 +88,12 @@ class Engine:
         try:
             while not self._server.started and not serving.done():
                 await asyncio.sleep(0.01)
-            if self._server.started:
-                self._publish(listener)
-            await serving
+            with contextlib.ExitStack() as stack:
+                if self._server.started:
+                    url = url_of(*listener.getsockname()[:2])
+                    stack.enter_context(published(self._options.endpoint_file, url, self._options.model))
+                await serving
         finally:
-            self._unpublish()
             self.scheduler.stop()
             if not await asyncio.to_thread(self.scheduler.join, GRACE_S):
                 log.warning("the step in progress did not end within %d s of the shutdown", GRACE_S)
@@ -115,24 +103,6 @@ class Engine:
 
     def _on_failure(self) -> None:
         self._server.should_exit = True
-
-    def _publish(self, listener: socket.socket) -> None:
-        url = _url(listener)
-        log.info("engine ready at %s, model %s", url, self._options.model)
-        if self._options.endpoint_file is not None:
-            text = json.dumps({"url": url, "pid": os.getpid(), "model": self._options.model})
-            write_atomic(Path(self._options.endpoint_file), text)
-
-    def _unpublish(self) -> None:
-        """Remove the published address, unless a successor has published its own."""
-        if self._options.endpoint_file is None:
-            return
-        path = Path(self._options.endpoint_file)
-        try:
-            if json.loads(path.read_text())["pid"] == os.getpid():
-                path.unlink()
-        except (FileNotFoundError, ValueError, KeyError):
-            pass
 
 
 class _Server(uvicorn.Server):
@@ -147,14 +117,6 @@ class _Server(uvicorn.Server):
             self.force_exit = True
         self.should_exit = True
         self._on_signal()
-
-
-def _url(listener: socket.socket) -> str:
-    """How others reach it: an address that means all interfaces is replaced by the name of this machine."""
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _require_checksum(weights: Weights, options: EmbeddedOptions) -> None:
@@ -182,8 +144,3 @@ def _kv_budget(options: EmbeddedOptions) -> int:
     if options.kv_cache_gib is not None:
         return int(options.kv_cache_gib * 2**30)
     return int(psutil.virtual_memory().available) // 2
-
-
-def _tokenizer(model: str) -> Tokenizer | None:
-    path = Path(model) / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.is_file() else None

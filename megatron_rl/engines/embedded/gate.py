@@ -98,10 +98,6 @@ class Gate:
         await self._until(future.done)
         return future.result()
 
-    async def until_empty(self) -> None:
-        """Wait until the generation calls inside have been answered. Raises ShuttingDown."""
-        await self._until(lambda: not self._inside)
-
     async def _until(self, condition: Callable[[], bool]) -> None:
         while True:
             if self._closed:

@@ -62,8 +62,8 @@ class Groups:
                 raise WeightsError(f"The group to be destroyed does not exist: {name!r}")
             del self._groups[name]
 
-    def receive(self, name: str, entries: Sequence[Entry], flattened: bool) -> NamedTensors:
-        """Take part in the broadcasts of rank 0: one of all bytes, or one of each tensor in order.
+    def receive(self, name: str, entries: Sequence[Entry]) -> NamedTensors:
+        """Take part in a broadcast of rank 0, of the bytes of all tensors together.
 
         Raises:
             WeightsError: no such group, or nothing came in time; the group is of no further use.
@@ -73,25 +73,16 @@ class Groups:
             raise WeightsError(
                 f"group {name!r} is not among {sorted(self._groups)}; call /init_weights_update_group first"
             )
-        if flattened:
-            buffer = torch.empty(entries[-1].end_idx, dtype=torch.uint8)
-            tensors, parts = unflatten(buffer, entries), [buffer]  # refused before anything is awaited
-        else:
-            tensors = [(entry.name, torch.empty(tuple(entry.shape), dtype=entry.dtype)) for entry in entries]
-            parts = [tensor for _, tensor in tensors]
+        buffer = torch.empty(entries[-1].end_idx, dtype=torch.uint8)
+        tensors = unflatten(buffer, entries)  # refused before anything is awaited
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
         try:
-            for work in [_broadcast(group, part) for part in parts]:
-                work.wait()
+            group.broadcast([buffer], options).wait()  # type: ignore[attr-defined]  # missing in the stubs
         except RuntimeError as error:
             span = entries[0].name if len(entries) == 1 else f"{entries[0].name} to {entries[-1].name}"
             raise WeightsError(f"Failed to receive weights: {span} from group {name!r}: {error}") from error
         return tensors
-
-
-def _broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    return group.broadcast([tensor], options)  # type: ignore[attr-defined]  # missing in the stubs
 
 
 def _connect(

@@ -22,7 +22,7 @@ class EmbeddedOptions:
     """
 
     model: str
-    """Hugging Face directory: config.json and safetensors, tokenizer.json if answers shall carry text."""
+    """Hugging Face directory: config.json and safetensors."""
     host: str = "127.0.0.1"
     port: int = 0
     """0 binds any free port; `endpoint_file` tells which."""
@@ -62,5 +62,3 @@ class EmbeddedOptions:
                 raise ValueError(f"{name}={value}: must be positive")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: must be 0 (any free port) or 1 .. 65535")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r}: must be auto, float32 or bfloat16")

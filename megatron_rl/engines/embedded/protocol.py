@@ -1,7 +1,6 @@
-"""What requests for generation may say (SGLang 0.5.23's field names and defaults), and their way into `Request`.
+"""What requests for generation may say, in SGLang 0.5.23's field names, and their way into `Request`.
 
-A field of SGLang's that the embedded engine does not implement is accepted at its neutral value and refused at any
-other: nothing is silently ignored.
+Only what a run sends is known here. Any other field is refused: nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
-from .request import Request, Sampling
-from .sampler import derive_seed
+from .request import Request, Sampling, Tokens
 
 TokenIds = list[StrictInt]
 
@@ -32,46 +30,29 @@ class Body(BaseModel):
 
 
 class SamplingParams(Body):
-    """SGLang's sampling parameters; null means the default."""
+    """SGLang's sampling parameters, with its defaults."""
 
-    max_new_tokens: int | None = 128
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = -1
-    min_p: float | None = 0.0
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = False
-    n: int | None = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     sampling_seed: int | None = None
-    skip_special_tokens: bool | None = True
-    # Neutral values only:
-    min_new_tokens: Literal[0] | None = 0
-    frequency_penalty: Literal[0] | None = 0
-    presence_penalty: Literal[0] | None = 0
-    repetition_penalty: Literal[1] | None = 1
-    stop: None = None
-    stop_regex: None = None
-    no_stop_trim: bool | None = False
-    spaces_between_special_tokens: bool | None = True
-    json_schema: None = None
-    regex: None = None
-    ebnf: None = None
-    structural_tag: None = None
-    logit_bias: None = None
-    beam_width: Literal[1] | None = None
-    custom_params: None = None
 
-    def to_sampling(self, limits: Limits, prompt_tokens: int, seed: int) -> Sampling:
-        """Check ranges and fill defaults in. Raises BadRequest."""
-        temperature = _default(self.temperature, 1.0)
-        top_p, top_k, min_p = _default(self.top_p, 1.0), _default(self.top_k, -1), _default(self.min_p, 0.0)
+    def to_sampling(self, limits: Limits, prompt_tokens: int, fresh_seed: Callable[[], int]) -> Sampling:
+        """Check ranges and put the model's own values in. Raises BadRequest."""
+        temperature, top_p, top_k, min_p = self.temperature, self.top_p, self.top_k, self.min_p
+        seed = fresh_seed() if self.sampling_seed is None else self.sampling_seed
         _require(
             0.0 <= temperature < float("inf"), f"temperature must be a non-negative finite number, got {temperature}."
         )
         _require(0.0 < top_p <= 1.0, f"top_p must be in (0, 1], got {top_p}.")
         _require(0.0 <= min_p <= 1.0, f"min_p must be in [0, 1], got {min_p}.")
         _require(top_k >= 1 or top_k == -1, f"top_k must be -1 (disable) or at least 1, got {top_k}.")
-        stop = frozenset(self.stop_token_ids or ()) | limits.eos_token_ids
+        _require(-(2**63) <= seed < 2**63, f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}.")
+        stop = limits.eos_token_ids.union(self.stop_token_ids)
         if temperature < 1e-6:  # SGLang's bound, below which it is greedy
             temperature, top_k = 0.0, 1
         return Sampling(
@@ -81,14 +62,11 @@ class SamplingParams(Body):
             min_p=min_p,
             max_new_tokens=self._new_tokens(limits, prompt_tokens),
             stop_ids=frozenset() if self.ignore_eos else frozenset(i for i in stop if 0 <= i < limits.vocab_size),
-            seed=seed,
+            seed=seed % 2**64,
         )
 
     def _new_tokens(self, limits: Limits, prompt_tokens: int) -> int:
         """What was asked for, but two tokens of the context always stay free, as in SGLang."""
-        room = limits.context_length - 2 - prompt_tokens
-        if self.max_new_tokens is None:
-            return room
         _require(self.max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
         total = prompt_tokens + self.max_new_tokens
         _require(
@@ -97,7 +75,7 @@ class SamplingParams(Body):
             f"You requested a total of {total} tokens: {prompt_tokens} tokens from the input messages and "
             f"{self.max_new_tokens} tokens for the completion.",
         )
-        return min(self.max_new_tokens, room)
+        return min(self.max_new_tokens, limits.context_length - 2 - prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -119,54 +97,35 @@ class GenerateRequest(Body):
 
     input_ids: Annotated[TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
     rid: str | list[str] | None = None
-    sampling_params: SamplingParams | list[SamplingParams] | None = None
-    return_logprob: bool | list[bool] | None = False
-    logprob_start_len: int | list[int] | None = -1
+    sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
+    return_logprob: bool = False
+    logprob_start_len: Literal[-1, 0] = -1
+    """0: log-probs of the prompt as well."""
     return_routed_experts: bool = False
     """Without effect where the server does not keep them, as in SGLang."""
     routed_experts_start_len: int = 0
-    # Neutral values only:
-    stream: Literal[False] = False
-    text: None = None
-    top_logprobs_num: Literal[0] | None = 0
-    token_ids_logprob: None = None
-    return_text_in_logprobs: Literal[False] | None = False
-    return_hidden_states: Literal[False] | None = False
-    return_sampling_mask: Literal[False] | None = False
-    return_entropy: Literal[False] | None = False
-    return_prompt_token_ids: Literal[False] | None = False
-    priority: int | None = None
     extra_key: str | list[str] | None = None
     """Without effect: nothing is shared between requests but a sequence that is gone on with, by the same weights."""
-    lora_path: None = None
-    session_params: None = None
 
     def to_call(self, limits: Limits, fresh_seed: Callable[[], int]) -> GenerateCall:
-        """Check everything and make the sequences: prompt by prompt, each n times. Raises BadRequest."""
+        """Check everything and make the sequences, one for each prompt. Raises BadRequest."""
         _require(len(self.input_ids) > 0, "input_ids cannot be empty.")
         single = not isinstance(self.input_ids[0], list)
-        prompts: list[Any] = [self.input_ids] if single else self.input_ids
-        params = _per_prompt(self.sampling_params, len(prompts), "sampling_params", SamplingParams())
-        samples = {_default(p.n, 1) for p in params}
-        _require(len(samples) == 1, "The parallel_sample_num should be the same for all samples in sample params.")
-        n = samples.pop()
-        _require(n >= 1, f"n must be at least 1, got {n}.")
-        rids = self._rids(len(prompts), n, single)
-        wanted = _per_prompt(self.return_logprob, len(prompts), "return_logprob", False)
-        starts = _per_prompt(self.logprob_start_len, len(prompts), "logprob_start_len", -1)
-        call = GenerateCall([], [], [], as_list=not single or n > 1)
-        for index, ids in enumerate(prompts):
-            prompt, param = _prompt(ids, limits), params[index]
-            start = _log_prob_start(wanted[index], starts[index], len(prompt))
-            seed = _seed(param.sampling_seed, fresh_seed)
-            for k in range(n):
-                sampling = param.to_sampling(limits, len(prompt), derive_seed(seed, k))
-                call.requests.append(Request(rids[index * n + k], prompt, sampling, start, self._routed_from(prompt)))
-                call.return_log_probs.append(wanted[index])
-                call.skip_special_tokens.append(_default(param.skip_special_tokens, True))
-        return call
+        ids: list[Any] = [self.input_ids] if single else self.input_ids
+        params = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params] * len(ids)
+        _require(
+            len(params) == len(ids),
+            f"sampling_params has {len(params)} entries for {len(ids)} sequences of input_ids.",
+        )
+        prompts = [_prompt(one, limits) for one in ids]
+        scored = self.return_logprob and self.logprob_start_len == 0
+        requests = [
+            Request(rid, prompt, param.to_sampling(limits, len(prompt), fresh_seed), scored, self._routed_from(prompt))
+            for rid, prompt, param in zip(self._rids(len(prompts)), prompts, params, strict=True)
+        ]
+        return GenerateCall(requests, self.return_logprob, as_list=not single)
 
-    def _routed_from(self, prompt: np.ndarray) -> int | None:
+    def _routed_from(self, prompt: Tokens) -> int | None:
         if not self.return_routed_experts:
             return None
         start = self.routed_experts_start_len
@@ -178,28 +137,23 @@ class GenerateRequest(Body):
         )
         return start
 
-    def _rids(self, prompts: int, n: int, single: bool) -> list[str]:
-        """One id per sequence. An id given for several begins all of theirs, so that aborting it aborts them."""
+    def _rids(self, prompts: int) -> list[str]:
+        """One id for each sequence."""
         if self.rid is None:
-            return [uuid.uuid4().hex for _ in range(prompts * n)]
-        if isinstance(self.rid, str):
-            return [self.rid] if single and n == 1 else [f"{self.rid}_{i}" for i in range(prompts * n)]
-        _require(
-            len(self.rid) == prompts,
-            "The specified rids length mismatch with the batch_size for batch processing.",
-        )
-        duplicates = [rid for rid, count in Counter(self.rid).items() if count > 1]
+            return [uuid.uuid4().hex for _ in range(prompts)]
+        rids = [self.rid] if isinstance(self.rid, str) else self.rid
+        _require(len(rids) == prompts, "The specified rids length mismatch with the batch_size for batch processing.")
+        duplicates = [rid for rid, count in Counter(rids).items() if count > 1]
         _require(not duplicates, f"Duplicate request IDs detected within the request: {duplicates}")
-        return [rid if n == 1 else f"{rid}_{k}" for rid in self.rid for k in range(n)]
+        return rids
 
 
 @dataclass
 class GenerateCall:
-    """The sequences of one /generate, and how they are to be answered; all lists have one entry per sequence."""
+    """The sequences of one /generate, and how they are to be answered."""
 
     requests: list[Request]
-    return_log_probs: list[bool]
-    skip_special_tokens: list[bool]
+    return_log_probs: bool
     as_list: bool
     abandoned: bool = False
     """The client has gone."""
@@ -210,23 +164,12 @@ class AbortRequest(Body):
 
     rid: str | None = None
     abort_all: bool = False
-    abort_message: str | None = None
 
 
 class PauseRequest(Body):
     """Body of POST /pause_generation."""
 
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class ContinueRequest(Body):
-    """Body of POST /continue_generation."""
-
-    torch_empty_cache: bool = True
-
-
-def _default(value: Any, default: Any) -> Any:
-    return default if value is None else value
+    mode: Literal["retract", "in_place"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -234,14 +177,7 @@ def _require(condition: bool, message: str) -> None:
         raise BadRequest(message)
 
 
-def _per_prompt(value: Any, count: int, name: str, default: Any) -> list[Any]:
-    if not isinstance(value, list):
-        return [_default(value, default)] * count
-    _require(len(value) == count, f"{name} has {len(value)} entries for {count} sequences of input_ids.")
-    return value
-
-
-def _prompt(ids: list[int], limits: Limits) -> np.ndarray:
+def _prompt(ids: list[int], limits: Limits) -> Tokens:
     _require(len(ids) > 0, "input_ids cannot be empty.")
     try:
         prompt = np.array(ids, np.int64)
@@ -263,20 +199,3 @@ def _prompt(ids: list[int], limits: Limits) -> np.ndarray:
         "Use a shorter input.",
     )
     return prompt
-
-
-def _log_prob_start(wanted: bool, start: int, prompt_tokens: int) -> int | None:
-    if not wanted or start == -1:
-        return None
-    _require(
-        0 <= start < prompt_tokens,
-        f"logprob_start_len must be -1 (none of the prompt) or in [0, {prompt_tokens}), got {start}.",
-    )
-    return start
-
-
-def _seed(seed: int | None, fresh_seed: Callable[[], int]) -> int:
-    if seed is None:
-        return fresh_seed()
-    _require(-(2**63) <= seed < 2**63, f"sampling_seed must be in [-2**63, 2**63 - 1], got {seed}.")
-    return seed

@@ -26,6 +26,7 @@ class Sampling:
     max_new_tokens: int
     stop_ids: frozenset[int]
     seed: int
+    """Of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class Request:
     rid: str
     prompt: Tokens
     sampling: Sampling
-    input_log_probs_from: int | None = None
-    """First prompt position whose log-prob is wanted; None = none."""
+    scored: bool = False
+    """Log-probs of the prompt are wanted."""
     routed_from: int | None = None
     """First token whose experts are wanted; None = none."""
 
     output_ids: Tokens = field(default_factory=lambda: np.empty(0, np.int64))
     log_probs: LogProbs = field(default_factory=lambda: np.empty(0, np.float32))
     input_log_probs: LogProbs | None = None
-    """float32 [P - from - 1], of prompt positions from + 1 on, at temperature 1."""
+    """float32 [P - 1], of all prompt tokens but the first, at temperature 1."""
     routed_experts: NDArray[np.int32] | None = None
     """[T - 1 - from, layers, top_k] of the tokens that were read, all but the last; set when it ends."""
     cached_tokens: int = 0

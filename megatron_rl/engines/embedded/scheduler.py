@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -42,7 +41,6 @@ class Load:
     running: int
     waiting: int
     cached_tokens: int
-    tokens_per_second: float
 
 
 class Scheduler:
@@ -74,7 +72,6 @@ class Scheduler:
         self._batch = Batch(max_running, decoder.forward.vocab_size)
         self._parked = Parked(PARKED_PER_ROW * max_running, decoder.budget // 8)
         self._paused = self._stopping = False
-        self._tokens_per_second = 0.0
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     # ------------------------------------------------------------------------------------------- from any thread
@@ -164,8 +161,8 @@ class Scheduler:
     def _without_empty(self, requests: list[Request]) -> list[Request]:
         """Compute what was asked about prompts, and end the requests that want no token."""
         for request in requests:
-            if request.input_log_probs_from is not None and request.input_log_probs is None:
-                request.input_log_probs = self._decoder.prompt_log_probs(request.prompt, request.input_log_probs_from)
+            if request.scored and request.input_log_probs is None:
+                request.input_log_probs = self._decoder.prompt_log_probs(request.prompt)
         empty = [r for r in requests if r.sampling.max_new_tokens == 0]
         self._finish([(r, out_of_length(0)) for r in empty])
         return [r for r in requests if r.sampling.max_new_tokens > 0] if empty else requests
@@ -205,9 +202,8 @@ class Scheduler:
     def _decode(self) -> None:
         if not len(self._batch):
             return
-        start, count = time.perf_counter(), len(self._batch)
-        self._draw(slice(0, count), self._decoder.decode(self._batch.last_tokens, self._batch.positions))
-        self._tokens_per_second = count / (time.perf_counter() - start)
+        logits = self._decoder.decode(self._batch.last_tokens, self._batch.positions)
+        self._draw(slice(0, len(self._batch)), logits)
 
     def _draw(self, rows: slice, logits: torch.Tensor) -> None:
         tokens, log_probs = sample(logits, self._batch.sampling(rows))
@@ -260,12 +256,10 @@ class Scheduler:
             self._finish([(r, aborted_waiting()) for r in waiting])
         self._leave({row: aborted_running() for row, r in enumerate(self._batch.requests) if matches(r)})
 
-    def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Stop stepping. `abort` ends all requests, `retract` sends running ones back to wait, without their cache."""
+    def pause(self, mode: Literal["retract", "in_place"]) -> None:
+        """Stop stepping. `retract` sends running requests back to wait, without their cache."""
         self._paused = True
-        if mode == "abort":
-            self.abort(lambda _: True)
-        elif mode == "retract" and len(self._batch):
+        if mode == "retract" and len(self._batch):
             retracted = list(self._batch.requests)
             self._drop(np.arange(len(retracted)))
             for request in retracted:
@@ -308,5 +302,4 @@ class Scheduler:
 
     def load(self) -> Load:
         """Counts of this moment."""
-        rate = self._tokens_per_second if len(self._batch) and not self._paused else 0.0
-        return Load(len(self._batch), len(self._waiting), self._batch.cached_tokens, rate)
+        return Load(len(self._batch), len(self._waiting), self._batch.cached_tokens)

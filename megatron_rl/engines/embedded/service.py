@@ -7,13 +7,11 @@ want, who have deadlines.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from .gate import Gate
 from .protocol import BadRequest, GenerateCall, GenerateRequest, Limits, PauseRequest
@@ -22,7 +20,6 @@ from .responses import generation
 from .scheduler import Load, Scheduler
 
 T = TypeVar("T")
-FLUSH_POLL_S = 0.05
 
 
 class EngineFailed(RuntimeError):
@@ -42,13 +39,11 @@ class Service:
 
     Args:
         limits: what requests are checked against.
-        tokenizer: adds `text` to answers.
         seed: of requests without a sampling_seed.
     """
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer | None, seed: int | None) -> None:
+    def __init__(self, limits: Limits, seed: int | None) -> None:
         self.limits = limits
-        self._tokenizer = tokenizer
         self._random = np.random.default_rng(seed)
         self.gate = Gate()
         self._rids: dict[str, GenerateCall] = {}
@@ -72,7 +67,6 @@ class Service:
             EngineFailed: the engine could not compute a sequence.
             ShuttingDown: the server ends.
         """
-        start = time.perf_counter()
         call = body.to_call(self.limits, self._fresh_seed)
         self._claim_rids(call)
         watch = asyncio.ensure_future(self._abort_after(disconnected, call))
@@ -83,7 +77,10 @@ class Service:
         finally:
             watch.cancel()
             self._release_rids(call)
-        return None if call.abandoned else self._answer(call, time.perf_counter() - start)
+        if call.abandoned:
+            return None
+        answers = [generation(request, call.return_log_probs) for request in call.requests]
+        return answers if call.as_list else answers[0]
 
     async def _compute(self, call: GenerateCall) -> None:
         pending = _Pending(len(call.requests), self._loop.create_future())
@@ -124,22 +121,6 @@ class Service:
             if self._rids.get(request.rid) is call:
                 del self._rids[request.rid]
 
-    def _answer(self, call: GenerateCall, seconds: float) -> Any:
-        texts = self._texts(call)
-        answers = [
-            generation(request, text, wanted, seconds)
-            for request, text, wanted in zip(call.requests, texts, call.return_log_probs, strict=True)
-        ]
-        return answers if call.as_list else answers[0]
-
-    def _texts(self, call: GenerateCall) -> list[str | None]:
-        if self._tokenizer is None:
-            return [None] * len(call.requests)
-        return [
-            self._tokenizer.decode(request.output_ids.tolist(), skip_special_tokens=skip)
-            for request, skip in zip(call.requests, call.skip_special_tokens, strict=True)
-        ]
-
     def _fresh_seed(self) -> int:
         return int(self._random.integers(2**63))
 
@@ -157,11 +138,9 @@ class Service:
         self._scheduler.call(lambda: self._scheduler.abort(lambda request: request.rid.startswith(prefix)))
 
     async def pause(self, body: PauseRequest) -> None:
-        """Pause; with mode abort, return when all calls have been answered. Raises ShuttingDown."""
+        """Hold the calls at the gate, and what runs."""
         self.gate.pause()
         await self._call(lambda: self._scheduler.pause(body.mode))
-        if body.mode == "abort":
-            await self.gate.until_empty()
 
     async def resume(self) -> None:
         """End a pause, once the update in progress is done."""
@@ -169,28 +148,13 @@ class Service:
         await self._call(self._scheduler.resume)
         self.gate.resume()
 
-    async def flush(self, timeout_s: float) -> bool:
-        """Forget keys and values; retried until the timeout while requests run or wait."""
-        deadline = time.monotonic() + timeout_s
-        while not await self._call(self._scheduler.flush):
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(FLUSH_POLL_S)
-        return True
+    async def flush(self) -> bool:
+        """Forget keys and values; False while requests run or wait."""
+        return await self._call(self._scheduler.flush)
 
     async def load(self) -> Load:
         """What runs and waits, the calls at the gate not counted."""
         return await self._call(self._scheduler.load)
-
-    @property
-    def paused(self) -> bool:
-        """Whether generation calls are held."""
-        return self.gate.paused
-
-    @property
-    def resting(self) -> bool:
-        """Whether generation calls are held or turned away, until somebody says otherwise."""
-        return self.gate.paused or bool(self.gate.released)
 
     @property
     def weight_version(self) -> str:

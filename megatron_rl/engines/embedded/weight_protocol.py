@@ -1,4 +1,4 @@
-"""What requests about weights and memory may say, in SGLang 0.5.23's field names and defaults."""
+"""What requests about weights and memory may say, in SGLang 0.5.23's field names: what a run sends, nothing else."""
 
 from __future__ import annotations
 
@@ -6,35 +6,20 @@ from typing import Literal
 
 from .protocol import Body
 
-Tag = Literal["kv_cache", "weights", "cuda_graph"]
-Selector = Literal["target", "all"]
-"""Which models are meant: there is no draft model here."""
-
 
 class UpdateFromDiskRequest(Body):
-    """Body of POST /update_weights_from_disk. `keep_pause` is accepted: as in SGLang, an update never ends a pause."""
+    """Body of POST /update_weights_from_disk."""
 
     model_path: str
-    load_format: Literal["auto", "safetensors"] | None = None
-    abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
-    keep_pause: bool = False
-    is_async: Literal[False] = False
-    torch_empty_cache: bool = False
-    recapture_cuda_graph: bool = False
-    token_step: int = 0
-    manifest: None = None
+    abort_all_requests: Literal[False] = False
 
 
 class BeginUpdateRequest(Body):
-    """Body of POST /begin_weight_update."""
+    """Body of POST /begin_weight_update; there is no draft model here that could be meant."""
 
-    selector: Selector = "all"
-
-
-class EndUpdateRequest(Body):
-    """Body of POST /end_weight_update."""
+    selector: Literal["all"] = "all"
 
 
 class InitGroupRequest(Body):
@@ -44,25 +29,21 @@ class InitGroupRequest(Body):
     master_port: int
     rank_offset: int
     world_size: int
-    group_name: str = "weight_update_group"
-    backend: str = "nccl"
+    group_name: str
+    backend: str
 
 
 class DestroyGroupRequest(Body):
     """Body of POST /destroy_weights_update_group."""
 
-    group_name: str = "weight_update_group"
+    group_name: str
 
 
 class _UpdateRequest(Body):
-    """What updates from memory have in common."""
+    """What updates from memory have in common: `/update_weight_version` and `/flush_cache` follow the last of them."""
 
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    load_format: Literal["flattened_bucket"] | None = None
-    selector: Selector = "all"
-    torch_empty_cache: bool = False
+    flush_cache: Literal[False]
+    abort_all_requests: Literal[False] = False
 
 
 class UpdateFromDistributedRequest(_UpdateRequest):
@@ -71,32 +52,31 @@ class UpdateFromDistributedRequest(_UpdateRequest):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = "weight_update_group"
+    group_name: str
+    load_format: Literal["flattened_bucket"]
 
 
 class UpdateFromTensorRequest(_UpdateRequest):
     """Body of POST /update_weights_from_tensor: base64 of a pickle by value; see `wire_tensors.unpickle_tensors`."""
 
     serialized_named_tensors: list[str]
+    load_format: Literal["flattened_bucket"] | None = None
 
 
 class UpdateVersionRequest(Body):
     """Body of POST /update_weight_version."""
 
     new_version: str
-    abort_all_requests: bool = True
+    abort_all_requests: Literal[False]
 
 
 class MemoryRequest(Body):
-    """Body of POST /release_memory_occupation and /resume_memory_occupation; no tags are all tags."""
+    """Body of POST /release_memory_occupation and /resume_memory_occupation."""
 
-    tags: list[Tag] | None = None
+    tags: frozenset[Literal["kv_cache", "weights"]]
 
 
 class CheckWeightsRequest(Body):
     """Body of POST /weights_checker."""
 
-    action: str = "checksum"
-    allow_quant_error: bool = False
-    selector: Selector = "all"
-    skip_tensor_list: list[str] | None = None
+    action: Literal["checksum"]

@@ -1,20 +1,20 @@
-"""Routes about weights and memory: paths, statuses and bodies of SGLang 0.5.23; what they do is in `weight_service`."""
+"""Routes about weights and memory: paths and bodies of SGLang 0.5.23; what they do is in `weight_service`.
+
+WeightsError, which any of them may raise, is answered by `server`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from .responses import checksum, error
+from .responses import answer, checksum
 from .weight_protocol import (
     BeginUpdateRequest,
     CheckWeightsRequest,
     DestroyGroupRequest,
-    EndUpdateRequest,
     InitGroupRequest,
     MemoryRequest,
     UpdateFromDiskRequest,
@@ -23,7 +23,6 @@ from .weight_protocol import (
     UpdateVersionRequest,
 )
 from .weight_service import WeightService
-from .weights import WeightsError
 
 
 def add_weights(app: FastAPI, weights: WeightService) -> None:
@@ -33,82 +32,64 @@ def add_weights(app: FastAPI, weights: WeightService) -> None:
     _add_memory(app, weights)
 
 
-async def _outcome(action: Awaitable[str | None], **extra: Any) -> Response:
-    """Success with the action's message, or status 400 with the reason why it was refused."""
-    try:
-        content = {"success": True, "message": await action or "Success", **extra}
-    except WeightsError as failure:
-        return _json({"success": False, "message": str(failure), **extra}, 400)
-    return _json(content)
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")
+def _success(message: str = "Success", **extra: Any) -> Response:
+    return answer({"success": True, "message": message, **extra})
 
 
 def _add_updates(app: FastAPI, weights: WeightService) -> None:
     @app.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: UpdateFromDiskRequest) -> Response:
-        return await _outcome(weights.from_disk(body), num_paused_requests=0)
+        return _success(await weights.from_disk(body))
 
     @app.post("/begin_weight_update")
     async def begin_weight_update(body: BeginUpdateRequest) -> Response:
-        return await _outcome(weights.begin())
+        await weights.begin()
+        return _success()
 
     @app.post("/end_weight_update")
-    async def end_weight_update(body: EndUpdateRequest) -> Response:
-        return await _outcome(weights.end())
+    async def end_weight_update() -> Response:
+        await weights.end()
+        return _success()
 
     @app.post("/update_weights_from_distributed")
     async def update_weights_from_distributed(body: UpdateFromDistributedRequest) -> Response:
-        return await _outcome(weights.from_distributed(body))
+        await weights.from_distributed(body)
+        return _success("Succeeded to update parameter online.")
 
     @app.post("/update_weights_from_tensor")
     async def update_weights_from_tensor(body: UpdateFromTensorRequest) -> Response:
-        return await _outcome(weights.from_tensor(body))
+        await weights.from_tensor(body)
+        return _success()
 
     @app.post("/update_weight_version")
     async def update_weight_version(body: UpdateVersionRequest) -> Response:
-        await weights.rename(body.new_version, body.abort_all_requests)
-        message = f"Weight version updated to {body.new_version}"
-        return _json({"success": True, "message": message, "new_version": body.new_version})
+        await weights.rename(body.new_version)
+        return _success(f"Weight version updated to {body.new_version}", new_version=body.new_version)
 
-    @app.api_route("/weights_checker", methods=["GET", "POST"])
-    async def weights_checker(body: CheckWeightsRequest = CheckWeightsRequest()) -> Response:  # noqa: B008
-        if body.action != "checksum":
-            message = f"action {body.action!r}: the embedded engine knows only 'checksum'"
-            return _json({"success": False, "message": message}, 400)
-        skip = body.skip_tensor_list or ()
-        try:
-            sums = await weights.checksums()
-        except WeightsError as failure:
-            return _json({"success": False, "message": str(failure)}, 400)
-        return _json(checksum({name: value for name, value in sums.items() if not any(part in name for part in skip)}))
+    @app.post("/weights_checker")
+    async def weights_checker(body: CheckWeightsRequest) -> Response:
+        return answer(checksum(await weights.checksums()))
 
 
 def _add_groups(app: FastAPI, weights: WeightService) -> None:
     @app.post("/init_weights_update_group")
     async def init_weights_update_group(body: InitGroupRequest) -> Response:
-        return await _outcome(weights.join(body))
+        await weights.join(body)
+        return _success("Succeeded to initialize custom process group.")
 
     @app.post("/destroy_weights_update_group")
     async def destroy_weights_update_group(body: DestroyGroupRequest) -> Response:
-        return await _outcome(weights.leave(body.group_name))
+        await weights.leave(body.group_name)
+        return _success("Succeeded to destroy custom process group.")
 
 
 def _add_memory(app: FastAPI, weights: WeightService) -> None:
-    @app.api_route("/release_memory_occupation", methods=["GET", "POST"])
-    async def release_memory_occupation(body: MemoryRequest = MemoryRequest()) -> Response:  # noqa: B008
-        try:
-            await weights.release(body)
-        except WeightsError as failure:
-            return _json(error(str(failure)), 400)
-        return _json(None)
+    @app.post("/release_memory_occupation")
+    async def release_memory_occupation(body: MemoryRequest) -> Response:
+        await weights.release(body.tags)
+        return answer(None)
 
-    @app.api_route("/resume_memory_occupation", methods=["GET", "POST"])
-    async def resume_memory_occupation(body: MemoryRequest = MemoryRequest()) -> Response:  # noqa: B008
-        try:
-            weights.resume(body)
-        except WeightsError as failure:
-            return _json(error(str(failure)), 400)
-        return _json(None)
+    @app.post("/resume_memory_occupation")
+    async def resume_memory_occupation(body: MemoryRequest) -> Response:
+        weights.resume(body.tags)
+        return answer(None)

@@ -1,129 +1,130 @@
 """Between HTTP and the weights: calls wait at the gate, tensors arrive, the scheduler's thread puts them in place.
 
 Lives in the event loop. Waits for: the gate (pause, generation), the scheduler's answers, and tensors that a trainer
-announced; what blocks does so in threads of its own, so that health and load are told meanwhile.
+announced; what blocks does so in threads of its own, so that the load is told meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar, get_args
+from typing import TypeVar
 
-from .gate import Gate, MemoryReleased
+from megatron_rl.weights.transports.group import in_thread
+
+from .gate import Gate
 from .groups import Groups
 from .scheduler import Scheduler
-from .updates import Updates
 from .weight_protocol import (
     InitGroupRequest,
-    MemoryRequest,
-    Tag,
     UpdateFromDiskRequest,
     UpdateFromDistributedRequest,
     UpdateFromTensorRequest,
 )
-from .weights import WeightsError
+from .weights import Weights, WeightsError
 from .wire_tensors import NamedTensors, entries_of, unpickle_tensors
 
 T = TypeVar("T")
-DISTRIBUTED, TENSOR = "update_weights_from_distributed", "update_weights_from_tensor"
 
 
 class WeightService:
-    """The weights of one served model. `attach` it before use. Methods raise WeightsError for what is refused.
+    """The weights of one served model. Methods raise WeightsError, or MemoryReleased, for what is refused.
+
+    Weights from memory need a session, of which there is one at a time; as in SGLang only its client ends it. It keeps
+    nobody from generating, and an update that fails half-way keeps what it has replaced: whoever sends weights pauses
+    first, and compares checksums at the end.
 
     Args:
         gate: where generation calls pass.
         groups: those that weights come through.
-        abort_all: ends every request.
-        model_path: where the weights came from; reported by /model_info.
+        scheduler: whose requests and cache the weights concern.
+        weights: the parameters.
+        model_path: where they came from; reported by /model_info.
     """
 
-    def __init__(self, gate: Gate, groups: Groups, abort_all: Callable[[], None], model_path: str) -> None:
+    def __init__(self, gate: Gate, groups: Groups, scheduler: Scheduler, weights: Weights, model_path: str) -> None:
         self.model_path = model_path
-        self._gate, self._groups, self._abort_all = gate, groups, abort_all
-
-    def attach(self, scheduler: Scheduler, updates: Updates) -> None:
-        """Connect the thread that decodes and what it may do to the weights."""
-        self._scheduler, self._updates = scheduler, updates
+        self._gate, self._groups, self._scheduler, self._weights = gate, groups, scheduler, weights
+        self._in_session = False
 
     # ------------------------------------------------------------------------------------------------------ updates
     async def from_disk(self, body: UpdateFromDiskRequest) -> str:
         """Load all weights; outside a pause, after the calls inside have been answered. Returns a message.
 
         Raises:
-            WeightsError: refused, nothing changed.
+            WeightsError, MemoryReleased: refused, nothing changed.
             ShuttingDown: the server ends.
         """
-        if body.abort_all_requests:
-            self._abort_all()
         async with self._gate.update():
-            self._require_memory()
-            await self._call(
-                lambda: self._updates.load_from_disk(body.model_path, body.weight_version, body.flush_cache)
-            )
+            self._gate.require_memory("weights")
+            await self._call(lambda: self._load_from_disk(body))
             self.model_path = body.model_path
-        return _named("Succeeded to update model weights.", body.weight_version)
+        name = "" if body.weight_version is None else f" Weight version updated to {body.weight_version}."
+        return f"Succeeded to update model weights.{name}"
+
+    def _load_from_disk(self, body: UpdateFromDiskRequest) -> None:
+        running = self._scheduler.num_running
+        if body.flush_cache and running:
+            raise WeightsError(
+                f"{running} requests are running on keys and values of the old weights, and flush_cache is true; "
+                "pause with mode retract first, or send flush_cache false to keep them"
+            )
+        self._weights.update(body.model_path)
+        if body.weight_version is not None:
+            self._scheduler.name_weights(body.weight_version)
+        if body.flush_cache:
+            self._scheduler.flush()
 
     async def begin(self) -> None:
         """Open a session."""
         async with self._gate.update():
-            await self._call(self._updates.begin)
+            if self._in_session:
+                raise WeightsError("a weight-update session is already open; call end_weight_update() first")
+            self._in_session = True
 
     async def end(self) -> None:
         """Close the session."""
         async with self._gate.update():
-            await self._call(self._updates.end)
+            if not self._in_session:
+                raise WeightsError("no weight-update session is open; call begin_weight_update() first")
+            self._in_session = False
 
-    async def from_distributed(self, body: UpdateFromDistributedRequest) -> str:
-        """Receive what the trainer broadcasts and put it in place. Returns a message."""
+    async def from_distributed(self, body: UpdateFromDistributedRequest) -> None:
+        """Receive what the trainer broadcasts and put it in place."""
 
         def receive() -> NamedTensors:
-            entries = entries_of(body.names, body.dtypes, body.shapes)
-            return self._groups.receive(body.group_name, entries, body.load_format is not None)
+            return self._groups.receive(body.group_name, entries_of(body.names, body.dtypes, body.shapes))
 
-        return _named("Succeeded to update parameter online.", await self._from_memory(DISTRIBUTED, body, receive))
+        await self._from_memory("update_weights_from_distributed", receive)
 
-    async def from_tensor(self, body: UpdateFromTensorRequest) -> str:
-        """Put tensors that are in the body in place. Returns a message."""
+    async def from_tensor(self, body: UpdateFromTensorRequest) -> None:
+        """Put tensors that are in the body in place."""
         payloads = body.serialized_named_tensors
         if len(payloads) != 1:
             raise WeightsError(f"serialized_named_tensors holds {len(payloads)} payloads; one for each rank, here 1")
         flattened = body.load_format is not None
-        version = await self._from_memory(TENSOR, body, lambda: unpickle_tensors(payloads[0], flattened))
-        return _named("Success", version)
+        await self._from_memory("update_weights_from_tensor", lambda: unpickle_tensors(payloads[0], flattened))
 
-    async def _from_memory(
-        self,
-        function: str,
-        body: UpdateFromDistributedRequest | UpdateFromTensorRequest,
-        receive: Callable[[], NamedTensors],
-    ) -> str | None:
-        if body.abort_all_requests:
-            self._abort_all()
+    async def _from_memory(self, function: str, receive: Callable[[], NamedTensors]) -> None:
         async with self._gate.update():
-            self._require_memory()
-            await self._call(lambda: self._updates.require_session(function))
+            self._gate.require_memory("weights")
+            if not self._in_session:
+                raise WeightsError(f"{function} must run between begin_weight_update() and end_weight_update()")
             tensors = await self._in_thread(receive)
-            await self._call(lambda: self._updates.load(tensors, body.weight_version, body.flush_cache))
-        return body.weight_version
+            await self._call(lambda: self._weights.replace(tensors))
 
-    async def rename(self, version: str, abort_all: bool) -> None:
+    async def rename(self, version: str) -> None:
         """Give the weights in force another name, at once, paused or not."""
-        if abort_all:
-            self._abort_all()
         await self._call(lambda: self._scheduler.name_weights(version))
 
     async def checksums(self) -> dict[str, str]:
         """Parameter name -> SHA-256."""
-        self._require_memory()
-        return await self._call(self._updates.checksums)
+        self._gate.require_memory("weights")
+        return await self._call(self._weights.checksums)
 
     # ------------------------------------------------------------------------------------------------------- groups
-    async def join(self, body: InitGroupRequest) -> str:
-        """Meet the trainer and the other receivers in a process group. Returns a message."""
+    async def join(self, body: InitGroupRequest) -> None:
+        """Meet the trainer and the other receivers in a process group."""
         if body.backend != "gloo":
             raise WeightsError(f"backend {body.backend!r}: the embedded engine runs on a CPU and knows only 'gloo'")
         await self._in_thread(
@@ -131,59 +132,39 @@ class WeightService:
                 body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name
             )
         )
-        return "Succeeded to initialize custom process group."
 
-    async def leave(self, group: str) -> str:
-        """Leave a process group. Returns a message."""
+    async def leave(self, group: str) -> None:
+        """Leave a process group."""
         await self._in_thread(lambda: self._groups.leave(group))
-        return "Succeeded to destroy custom process group."
 
     # ------------------------------------------------------------------------------------------------------- memory
-    async def release(self, body: MemoryRequest) -> None:
+    async def release(self, tags: frozenset[str]) -> None:
         """Give memory away, while nothing runs; keys and values are forgotten, weights are only out of bounds."""
-        tags, before = _tags(body), self._gate.released
+        before = self._gate.released
         if self._gate.occupied and not self._gate.paused:
             raise WeightsError("release_memory_occupation should be called only when server is idle.")
         self._gate.released = before | tags  # before the first wait: nobody enters in between
         try:
-            await self._call(lambda: self._updates.release("kv_cache" in tags))
+            await self._call(lambda: self._release("kv_cache" in tags))
         except BaseException:
             self._gate.released = before
             raise
 
-    def resume(self, body: MemoryRequest) -> None:
+    def _release(self, flush: bool) -> None:
+        if not self._scheduler.idle:
+            raise WeightsError("release_memory_occupation should be called only when server is idle.")
+        if flush:
+            self._scheduler.flush()
+
+    def resume(self, tags: frozenset[str]) -> None:
         """Take memory back."""
-        tags = _tags(body)
         if missing := sorted(tags - self._gate.released):
             raise WeightsError(f"the memory of {', '.join(missing)} is not released")
         self._gate.released -= tags
 
-    def _require_memory(self) -> None:
-        try:
-            self._gate.require_memory("weights")
-        except MemoryReleased as error:
-            raise WeightsError(str(error)) from None
-
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        """The result of a function that may block for minutes. The server can end meanwhile: it is a daemon thread."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="weights", daemon=True).start()
-        return await self._gate.unless_closed(asyncio.wrap_future(future))
+        """The result of a function that may block for minutes, or ShuttingDown."""
+        return await self._gate.unless_closed(asyncio.wrap_future(in_thread(function)))
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._scheduler.call(function))
-
-
-def _named(message: str, version: str | None) -> str:
-    return message if version is None else f"{message} Weight version updated to {version}."
-
-
-def _tags(body: MemoryRequest) -> frozenset[str]:
-    return frozenset(body.tags or get_args(Tag))
