@@ -94,7 +94,8 @@ def verify_log_probs(weights: Path, reference: Path, texts: Sequence[str], toler
     if not ids:
         raise WeightsError(f"{reference}: its tokenizer makes no text of two tokens; give longer ones")
     theirs = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
-    with torch.no_grad(), one_rank(), _Megatron(weights, reference) as ours:
+    with torch.no_grad(), one_rank():
+        ours = _Megatron(weights, reference)
         gaps = [
             (_log_probs(ours(tokens), tokens) - _log_probs(theirs(tokens[None]).logits[0], tokens)).abs()
             for tokens in ids
@@ -130,23 +131,14 @@ class _Megatron:
     """The model, and what it computes for one text."""
 
     def __init__(self, weights: Path, reference: Path) -> None:
-        self._weights, self._reference = weights, reference
-
-    def __enter__(self) -> _Megatron:
-        hf = read_hf_config(self._reference)
-        self.model = build_model(hf, ModelConfig(path=str(self._reference), dtype="float32"), ParallelConfig())[
-            0
-        ].eval()
-        self._vocab_size = hf.vocab_size
-        folder = find_torch_dist(self._weights)
+        hf, cfg = read_hf_config(reference), ModelConfig(path=str(reference), dtype="float32")
+        (chunk,) = build_model(hf, cfg, ParallelConfig())
+        self.model, self._vocab_size = chunk.eval(), hf.vocab_size
+        folder = find_torch_dist(weights)
         if folder is None:
-            load_hf_weights([self.model], hf, self._weights)
+            load_hf_weights([self.model], hf, weights)
         else:
             load_weights(folder, [self.model])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self.model
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits [T, vocab_size]."""
@@ -170,8 +162,10 @@ def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _first_deviation(ours: _Megatron, theirs: Any, tokens: Tensor, tolerance: float = 1e-4) -> str:
     """The first module, in the order of the network, whose outputs differ by more than `tolerance` of the largest."""
-    mine = _outputs(_our_modules(ours.model), lambda: ours(tokens))
-    expected = _outputs(_their_modules(theirs.model), lambda: theirs(tokens[None]))
+    decoder, base = ours.model.decoder, theirs.model
+    own = _modules(ours.model.embedding, decoder.layers, "self_attention", decoder.final_layernorm)
+    mine = _outputs(own, lambda: ours(tokens))
+    expected = _outputs(_modules(base.embed_tokens, base.layers, "self_attn", base.norm), lambda: theirs(tokens[None]))
     for name in mine:
         a, b = mine[name].reshape(len(tokens), -1), expected[name].reshape(len(tokens), -1)
         gap = float(((a - b).abs().max() / b.abs().max()).nan_to_num(nan=float("inf")))
@@ -180,20 +174,13 @@ def _first_deviation(ours: _Megatron, theirs: Any, tokens: Tensor, tolerance: fl
     return "lm_head (all layers agree)"
 
 
-def _our_modules(model: Any) -> dict[str, Any]:
-    layers: dict[str, Any] = {}
-    for index, layer in enumerate(model.decoder.layers):
+def _modules(embedding: Any, layers: Any, attention: str, norm: Any) -> dict[str, Any]:
+    """By transformers' names, in the order of the network; `attention`: what a layer calls its own."""
+    found: dict[str, Any] = {"model.embed_tokens": embedding}
+    for index, layer in enumerate(layers):
         prefix = f"model.layers.{index}"
-        layers |= {f"{prefix}.self_attn": layer.self_attention, f"{prefix}.mlp": layer.mlp, prefix: layer}
-    return {"model.embed_tokens": model.embedding, **layers, "model.norm": model.decoder.final_layernorm}
-
-
-def _their_modules(model: Any) -> dict[str, Any]:
-    layers: dict[str, Any] = {}
-    for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}"
-        layers |= {f"{prefix}.self_attn": layer.self_attn, f"{prefix}.mlp": layer.mlp, prefix: layer}
-    return {"model.embed_tokens": model.embed_tokens, **layers, "model.norm": model.norm}
+        found |= {f"{prefix}.self_attn": getattr(layer, attention), f"{prefix}.mlp": layer.mlp, prefix: layer}
+    return found | {"model.norm": norm}
 
 
 def _outputs(modules: dict[str, Any], call: Callable[[], object]) -> dict[str, Tensor]:
