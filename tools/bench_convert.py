@@ -25,11 +25,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.config import HfConfig, read_hf_config  # noqa: E402
+from megatron_rl.config import read_hf_config  # noqa: E402
 from megatron_rl.files import sync  # noqa: E402
 from megatron_rl.weights.convert.cuts import TargetLayout  # noqa: E402
 from megatron_rl.weights.convert.opened import Opened, open_checkpoint  # noqa: E402
-from megatron_rl.weights.convert.tensors import Rows  # noqa: E402
 from megatron_rl.weights.families import family_of  # noqa: E402
 from tools.bench_common import BenchError, load_average, spread  # noqa: E402
 
@@ -142,9 +141,9 @@ def _peak_bytes() -> int:
 
 def write_random_model(path: Path, size: int, experts: int) -> int:
     """A model of about `size` bytes in bf16, in files of a GB; returns the bytes of its tensors."""
+    from megatron_rl.weights.convert.actions import Conversion
     from megatron_rl.weights.convert.hf_target import HfTarget
 
-    path.mkdir()
     hidden, ffn, vocab = 2048, 8192, 32768
     mlp = {"model_type": "llama", "intermediate_size": ffn}
     layer = 4 * hidden * hidden + 3 * hidden * ffn
@@ -171,15 +170,10 @@ def write_random_model(path: Path, size: int, experts: int) -> int:
     beside.mkdir()
     (beside / "config.json").write_text(json.dumps(described))
     hf = read_hf_config(beside)
-    target = HfTarget(_random_tensors(hf), beside, SHARD_BYTES)
-    for file in target.files:
-        with open(path / file.name, "wb") as stream:
-            writer = target.writer(file, stream)
-            for tensor in file.tensors:
-                writer.put(tensor, 0, tensor.rows(0, tensor.shape[0]))
-        sync(path / file.name)
-    target.finish(path, {})
-    return sum(file.size for file in target.files)
+    tensors = {name: _Random(name, shape) for name, shape in family_of(hf).hf_shapes(hf).items()}
+    plan = Conversion(HfTarget(tensors, beside, SHARD_BYTES), path, {})
+    plan.run(_silent)
+    return plan.size
 
 
 class _Random:
@@ -192,10 +186,6 @@ class _Random:
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
         return torch.randn(end - begin, *self.shape[1:]).to(self.dtype)
-
-
-def _random_tensors(hf: HfConfig) -> dict[str, Rows]:
-    return {name: _Random(name, shape) for name, shape in family_of(hf).hf_shapes(hf).items()}
 
 
 if __name__ == "__main__":
