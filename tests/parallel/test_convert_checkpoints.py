@@ -31,33 +31,38 @@ TRAINED_IN = "tp2-pp2"
 
 
 def load_converted(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str], list[str]]:
-    """(model, layout) -> names of exported tensors that are not the source's, bit for bit; and the number exported."""
+    """(model, layout) -> names of exported tensors that are not the source's, bit for bit."""
     from megatron_rl.policy import distributed
-    from megatron_rl.policy.model import build_model
-    from megatron_rl.policy.sharded_state import load_weights
-    from megatron_rl.weights.convert.torch_dist import find_torch_dist
-    from megatron_rl.weights.export import export_hf_weights
 
     found = {}
     for name in READ_IN:
         with layout(make_config("unused", LAYOUTS[name])):
             for model, path in paths.items():
-                cfg = make_config(path, LAYOUTS[name])
-                hf = open_checkpoint(path).hf()
-                chunks = build_model(hf, cfg.model, cfg.parallel)
-                where = find_torch_dist(folder / model)
-                assert where is not None
-                load_weights(where, chunks)
-                source = load_file(path / "model.safetensors")
-                exported = dict(export_hf_weights(chunks, hf))
-                wrong = [n for n, tensor in exported.items() if not torch.equal(tensor, source[n])]
-                found[model, name] = [*wrong, *(["nothing exported"] if not exported else [])]
+                found[model, name] = load_into_our_model(path, folder / model, LAYOUTS[name])
     with layout(make_config("unused", LAYOUTS["tp2-pp2"])):
         for model, path in paths.items():
             found[model, STOCK] = load_into_stock_megatron(path, folder / model, LAYOUTS["tp2-pp2"])
     train_and_save(paths["qwen3-tied"], folder / "run", LAYOUTS[TRAINED_IN])
     distributed.shutdown()
     return found
+
+
+def load_into_our_model(path: Path, converted: Path, parallel: dict[str, Any]) -> list[str]:
+    """Wrong tensors after this project's model has loaded the checkpoint."""
+    from megatron_rl.policy.model import build_model
+    from megatron_rl.policy.sharded_state import load_weights
+    from megatron_rl.weights.convert.torch_dist import find_torch_dist
+    from megatron_rl.weights.export import export_hf_weights
+
+    cfg, hf = make_config(path, parallel), open_checkpoint(path).hf()
+    chunks = build_model(hf, cfg.model, cfg.parallel)
+    where = find_torch_dist(converted)
+    assert where is not None
+    load_weights(where, chunks)
+    source = load_file(path / "model.safetensors")
+    exported = dict(export_hf_weights(chunks, hf))
+    wrong = [name for name, tensor in exported.items() if not torch.equal(tensor, source[name])]
+    return [*wrong, *(["nothing exported"] if not exported else [])]
 
 
 def load_into_stock_megatron(path: Path, converted: Path, parallel: dict[str, Any]) -> list[str]:

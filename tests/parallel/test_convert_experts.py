@@ -17,7 +17,14 @@ from megatron_rl.weights.convert.opened import open_checkpoint
 from tests.convert_models import convert, silent
 from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import layout, make_config
-from tests.parallel.test_convert_checkpoints import load_into_stock_megatron, load_resharded, train_and_save
+from tests.parallel.test_convert_checkpoints import (
+    STOCK,
+    TRAINED,
+    load_into_our_model,
+    load_into_stock_megatron,
+    load_resharded,
+    train_and_save,
+)
 from tests.tiny import tiny_models
 
 pytestmark = pytest.mark.parallel
@@ -58,11 +65,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "expert_tensor_parallel_size": 2,
     },
 }
-STOCK = "Megatron-Core's own model"
 STOCK_IN = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2, "expert_model_parallel_size": 2}
 WITHOUT_STOCK = ("deepseek_v3",)
 """Megatron-Core 0.16.1 builds latent attention with Transformer Engine alone."""
-TRAINED = Path("run", "checkpoints", "step-000001")
 TRAINED_IN = "tp2-ep2"
 
 
@@ -72,25 +77,12 @@ TRAINED_IN = "tp2-ep2"
 def load_converted(paths: dict[str, Path], folder: Path) -> dict[tuple[str, str], list[str]]:
     """(model, layout) -> names of exported tensors that are not the source's, bit for bit."""
     from megatron_rl.policy import distributed
-    from megatron_rl.policy.model import build_model
-    from megatron_rl.policy.sharded_state import load_weights
-    from megatron_rl.weights.convert.torch_dist import find_torch_dist
-    from megatron_rl.weights.export import export_hf_weights
 
     found = {}
     for name, parallel in LAYOUTS.items():
         with layout(make_config("unused", parallel)):
             for model, path in paths.items():
-                cfg = make_config(path, parallel)
-                hf = open_checkpoint(path).hf()
-                chunks = build_model(hf, cfg.model, cfg.parallel)
-                where = find_torch_dist(folder / model)
-                assert where is not None
-                load_weights(where, chunks)
-                source = load_file(path / "model.safetensors")
-                exported = dict(export_hf_weights(chunks, hf))
-                wrong = [n for n, tensor in exported.items() if not torch.equal(tensor, source[n])]
-                found[model, name] = [*wrong, *(["nothing exported"] if not exported else [])]
+                found[model, name] = load_into_our_model(path, folder / model, parallel)
     with layout(make_config("unused", STOCK_IN)):
         for model, path in paths.items():
             if model not in WITHOUT_STOCK:
@@ -186,14 +178,6 @@ def test_a_resharded_checkpoint_holds_the_state_of_all_experts(
     assert sum("optimizer.state.exp_avg_sq" in row.name and ".experts." in row.name for row in found.differences) > 10
     assert not found.only_first
     assert not found.only_second
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_experts_go_there_and_back_bit_by_bit(model: str, paths: dict[str, Path], folder: Path, tmp_path: Path) -> None:
-    convert(actions.megatron_to_hf(open_checkpoint(folder / model), tmp_path / "back", None))
-    back, source = (load_file(path / "model.safetensors") for path in (tmp_path / "back", paths[model]))
-    assert back.keys() == source.keys()
-    assert all(torch.equal(back[name], source[name]) and back[name].dtype is source[name].dtype for name in source)
 
 
 @pytest.mark.parametrize("model", MODELS)
