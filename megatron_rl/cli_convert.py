@@ -115,12 +115,8 @@ def hf_to_megatron(
 
     opened = open_checkpoint(source, weights_may_be_absent=dry_run)
     layout = TargetLayout(tp, pp, vocab_multiple, vpp, first, last, ep, etp)
-    _do(
-        actions.hf_to_megatron(opened, out, layout, _dtype(dtype)),
-        max_memory,
-        allow_nan,
-        (ranks, gb_per_s) if dry_run else None,
-    )
+    plan = actions.hf_to_megatron(opened, out, layout, _dtype(dtype))
+    _do(plan, max_memory, allow_nan, dry_run, ranks, gb_per_s)
 
 
 @app.command("megatron-to-hf")
@@ -144,7 +140,7 @@ def megatron_to_hf(
     from megatron_rl.weights.convert.opened import open_checkpoint
 
     plan = actions.megatron_to_hf(open_checkpoint(source, hf), out, _dtype(dtype), _bytes(shard_size, "--shard-size"))
-    _do(plan, max_memory, allow_nan, (ranks, gb_per_s) if dry_run else None)
+    _do(plan, max_memory, allow_nan, dry_run, ranks, gb_per_s)
 
 
 @app.command()
@@ -174,7 +170,7 @@ def cast(
     wanted = _dtype(dtype, fp8_too=True)
     assert wanted is not None
     plan = actions.cast(open_checkpoint(source), out, wanted, _bytes(shard_size, "--shard-size"))
-    _do(plan, max_memory, allow_nan, (ranks, gb_per_s) if dry_run else None)
+    _do(plan, max_memory, allow_nan, dry_run, ranks, gb_per_s)
 
 
 @app.command()
@@ -208,12 +204,8 @@ def average(
 
     opened = [open_checkpoint(source, hf) for source in sources]
     shares = weights or [1.0] * len(opened)
-    _do(
-        actions.average(opened, shares, out, _bytes(shard_size, "--shard-size")),
-        max_memory,
-        allow_nan,
-        (ranks, gb_per_s) if dry_run else None,
-    )
+    plan = actions.average(opened, shares, out, _bytes(shard_size, "--shard-size"))
+    _do(plan, max_memory, allow_nan, dry_run, ranks, gb_per_s)
 
 
 @app.command()
@@ -241,13 +233,8 @@ def reshard(
     from megatron_rl.weights.convert.cuts import TargetLayout
     from megatron_rl.weights.convert.opened import open_checkpoint
 
-    layout = TargetLayout(tp, pp, 1, vpp, first, last, ep, etp)
-    _do(
-        actions.reshard(open_checkpoint(source), out, layout),
-        max_memory,
-        allow_nan,
-        (ranks, gb_per_s) if dry_run else None,
-    )
+    plan = actions.reshard(open_checkpoint(source), out, TargetLayout(tp, pp, 1, vpp, first, last, ep, etp))
+    _do(plan, max_memory, allow_nan, dry_run, ranks, gb_per_s)
 
 
 @app.command()
@@ -256,14 +243,12 @@ def inspect(source: Source) -> None:
     from megatron_rl.weights.convert.listing import describe
     from megatron_rl.weights.convert.opened import open_checkpoint
 
-    found = describe(open_checkpoint(source))
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("tensor", "shape", "dtype", "bytes", "stored as"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
-    for row in found.tensors:
+    tensors, summary = describe(open_checkpoint(source))
+    table = _table("tensor", "shape", "dtype", "bytes", "stored as")
+    for row in tensors:
         table.add_row(row.name, str(list(row.shape)), row.dtype, f"{row.size:,}", row.cut)
     _out.print(table)
-    for line in found.summary:
+    for line in summary:
         _out.print(line)
 
 
@@ -291,9 +276,7 @@ def diff(
     )
     with progress("compare", total_size(left, right)) as advance:
         found = compare(left, right, advance)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("tensor", "max abs", "max rel", ""):
-        table.add_column(column, overflow="fold")
+    table = _table("tensor", "max abs", "max rel", "")
     differing = [row for row in found.differences if row.max_abs or row.note]
     for row in differing[:limit]:
         table.add_row(row.name, f"{row.max_abs:.3e}", f"{row.max_rel:.3e}", row.note)
@@ -342,7 +325,14 @@ def verify(
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, float | None] | None) -> None:
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
+    return table
+
+
+def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool, ranks: int, gb_per_s: float | None) -> None:
     from megatron_rl.weights.convert.job import LEAST_MEMORY, check_space
     from megatron_rl.weights.reader import some_names
 
@@ -351,7 +341,7 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: tuple[int, 
     if plan.left_out:
         _out.print(f"left out, since Megatron's model here has no such part: {some_names(set(plan.left_out))}")
     if dry_run:
-        for line in describe(plan, *dry_run):
+        for line in describe(plan, ranks, gb_per_s):
             _out.print(line)
         if any(plan.identity["sources"]):
             check_space(plan.out, plan.size)

@@ -40,6 +40,7 @@ def describe(plan: Conversion, ranks: int, gb_per_s: float | None) -> Iterator[s
         gb_per_s: how fast a rank converts, in GB of written tensors; None: find out with the first blocks of the plan.
     """
     from megatron_rl.weights.convert.forecast import TRIAL_BYTES, rank_shares, seconds_per_byte
+    from megatron_rl.weights.convert.job import existing_parent
 
     for file in plan.target.files[:SHOWN]:
         yield f"{file.name}  {len(file.tensors)} tensors  {file.size:,} bytes"
@@ -61,16 +62,9 @@ def describe(plan: Conversion, ranks: int, gb_per_s: float | None) -> Iterator[s
     if gb_per_s is None and not any(plan.identity["sources"]):
         yield "time: not known, since without the weights nothing can be tried; give a speed with --gb-per-s"
         return
-    speed = 1e-9 / gb_per_s if gb_per_s else seconds_per_byte(plan.target, _existing(plan.out))
+    speed = 1e-9 / gb_per_s if gb_per_s else seconds_per_byte(plan.target, existing_parent(plan.out))
     how = "as given" if gb_per_s else f"as {min(plan.size, TRIAL_BYTES) / 2**20:.0f} MiB took just now, alone"
     yield f"time: {_duration(most.written * speed)} at {1e-9 / speed:.2f} GB/s a rank, {how}"
-
-
-def _existing(out: Path) -> Path:
-    folder = out.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def _duration(seconds: float) -> str:

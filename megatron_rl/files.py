@@ -67,7 +67,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def try_lock(handle: IO[Any]) -> bool:
+def try_lock(handle: IO[Any] | int) -> bool:
     """Take the file for this process alone until it is closed; False when another process has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

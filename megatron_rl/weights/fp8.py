@@ -120,7 +120,7 @@ class Dequantised:
 
     @property
     def name(self) -> str:
-        return str(getattr(self.values, "name", "a matrix"))
+        return self.values.name
 
     @property
     def shape(self) -> tuple[int, ...]:

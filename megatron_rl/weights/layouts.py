@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """One Hugging Face tensor on disk; indexing reads only what is asked for."""
+    """One Hugging Face tensor on disk; reads only what is asked for."""
+
+    @property
+    def name(self) -> str:
+        """As in its checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -253,11 +253,11 @@ def test_differences_are_sorted_and_named(tmp_path: Path) -> None:
 def test_a_listing_says_shapes_sizes_and_cuts(tmp_path: Path) -> None:
     write_model(tmp_path / "hf", dtype=torch.bfloat16)
     convert(actions.hf_to_megatron(open_checkpoint(tmp_path / "hf"), tmp_path / "m", TargetLayout(2, 2), None))
-    lines = {line.name: line for line in describe(open_checkpoint(tmp_path / "m")).tensors}
+    lines = {line.name: line for line in describe(open_checkpoint(tmp_path / "m"))[0]}
     assert lines["decoder.layers.mlp.linear_fc1.weight"].cut == "8 chunks (2 x 4 x 1)"
     assert lines["decoder.layers.mlp.linear_fc2.weight"].cut == "4 chunks (2 x 1 x 2)"
     assert lines["embedding.word_embeddings.weight"].shape == (256, 16)
-    assert describe(open_checkpoint(tmp_path / "hf")).summary[0] == "Hugging Face safetensors; 21 tensors in 1 files"
+    assert describe(open_checkpoint(tmp_path / "hf"))[1][0] == "Hugging Face safetensors; 21 tensors in 1 files"
 
 
 def test_tensors_of_any_rank_are_read_from_a_checkpoint_that_torch_wrote(tmp_path: Path) -> None:

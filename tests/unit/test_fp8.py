@@ -14,6 +14,8 @@ from megatron_rl.weights.fp8 import BLOCK, LARGEST, Dequantised, dequantise, qua
 class InMemory:
     """A tensor as a source."""
 
+    name = "a matrix"
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 

@@ -47,7 +47,13 @@ class TargetLayout:
         if idle and self.pipeline == 1:
             raise WeightsError(f"{', '.join(idle)}: there is one stage; give --pp 2 or more, or leave it out")
         try:
-            table = stage_layers(num_layers, self.parallel_config())
+            pipeline = ParallelConfig(
+                pipeline_model_parallel_size=self.pipeline,
+                virtual_pipeline_model_parallel_size=self.virtual,
+                num_layers_in_first_pipeline_stage=self.first,
+                num_layers_in_last_pipeline_stage=self.last,
+            )
+            table = stage_layers(num_layers, pipeline)
         except ValueError as error:
             raise WeightsError(
                 f"--pp {self.pipeline}, --vpp {self.virtual}, --first-stage-layers {self.first}, --last-stage-layers "
@@ -56,26 +62,13 @@ class TargetLayout:
         stage_of = {layer: stage for stage, chunks in enumerate(table) for chunk in chunks for layer in chunk}
         return [stage_of[layer] for layer in range(num_layers)]
 
-    def parallel_config(self) -> ParallelConfig:
-        """Of its pipeline alone."""
-        return ParallelConfig(
-            pipeline_model_parallel_size=self.pipeline,
-            virtual_pipeline_model_parallel_size=self.virtual,
-            num_layers_in_first_pipeline_stage=self.first,
-            num_layers_in_last_pipeline_stage=self.last,
-        )
 
-
-def _layouts() -> dict[str, Layout]:
-    """By the end of a stored name, behind the layers' prefix."""
-    found: dict[str, Layout] = {}
-    for family in FAMILIES.values():
-        for rule in (*family.top, *family.layer):
-            found[rule.megatron.replace("mlp.experts.", "mlp.experts.experts.")] = rule.layout
-    return found
-
-
-_LAYOUTS = _layouts()
+_LAYOUTS: dict[str, Layout] = {
+    rule.megatron.replace("mlp.experts.", "mlp.experts.experts."): rule.layout
+    for family in FAMILIES.values()
+    for rule in (*family.top, *family.layer)
+}
+"""By the end of a stored name, behind the layers' prefix."""
 
 
 def _layout_of(name: str) -> Layout:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_rl.weights import WeightsError
 
-SCHEME = "hf://"
 _NAME = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 """No pickled weights, which would be refused."""

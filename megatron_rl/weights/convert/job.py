@@ -12,7 +12,6 @@ anew. The bytes written depend neither on interruptions nor on ranks nor on the 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from typing import IO, Any, Protocol
 
 import xxhash
 
-from megatron_rl.files import sync
+from megatron_rl.files import sync, try_lock
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.journal import Journal, check_out, forget, is_intact, take_over
 from megatron_rl.weights.convert.one_file import Advance, FileWriter, PlannedFile, write_file
@@ -152,11 +151,14 @@ class _Told:
             self._advance(told)
 
 
+def existing_parent(out: Path) -> Path:
+    """The innermost directory above `out` that is there already."""
+    return next(folder for folder in out.absolute().parents if folder.exists())
+
+
 def check_space(out: Path, size: int) -> None:
     """Raises WeightsError when the file system of `out` has less than `size` bytes, and some more, to give."""
-    there = out.absolute().parent
-    while not there.exists():
-        there = there.parent
+    there = existing_parent(out)
     free = shutil.disk_usage(there).free
     if free < size + _RESERVE:
         raise WeightsError(
@@ -186,10 +188,8 @@ def _alone(staging: Path, out: Path, rank: int) -> Iterator[None]:
     staging.mkdir(parents=True, exist_ok=True)
     lock = os.open(staging, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise WeightsError(f"{staging}: another process is writing it; wait for that one, or end it") from None
-    else:
+        if not try_lock(lock):
+            raise WeightsError(f"{staging}: another process is writing it; wait for that one, or end it")
         try:
             yield
         except BaseException:

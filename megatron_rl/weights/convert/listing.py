@@ -22,16 +22,8 @@ class Line:
     cut: str
 
 
-@dataclass(frozen=True)
-class Listing:
-    """A checkpoint's tensors, and a few sentences about all of it."""
-
-    tensors: list[Line]
-    summary: list[str]
-
-
-def describe(source: Opened) -> Listing:
-    """List the tensors by name."""
+def describe(source: Opened) -> tuple[list[Line], list[str]]:
+    """The tensors by name, and a few sentences about all of them."""
     reader = source.reader
     if isinstance(reader, TorchDistReader):
         lines = [_line(tensor, _chunks(tensor)) for _, tensor in sorted(reader.tensors.items())]
@@ -43,14 +35,11 @@ def describe(source: Opened) -> Listing:
     sizes: Counter[str] = Counter()
     for line in lines:
         sizes[line.dtype] += line.size
-    return Listing(
-        lines,
-        [
-            f"{kind}; {len(lines)} tensors in {len(reader.files)} files",
-            f"{sum(prod(line.shape) for line in lines):,} numbers, {sum(sizes.values()):,} bytes: "
-            + ", ".join(f"{dtype} {size:,}" for dtype, size in sizes.most_common()),
-        ],
-    )
+    by_dtype = ", ".join(f"{dtype} {size:,}" for dtype, size in sizes.most_common())
+    return lines, [
+        f"{kind}; {len(lines)} tensors in {len(reader.files)} files",
+        f"{sum(prod(line.shape) for line in lines):,} numbers, {sum(sizes.values()):,} bytes: {by_dtype}",
+    ]
 
 
 def _line(tensor: StoredTensor | TensorOnDisk | Absent, cut: str) -> Line:

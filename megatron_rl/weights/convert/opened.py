@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from megatron_rl.weights.convert.torch_dist import HF, TorchDistReader, find_tor
 from megatron_rl.weights.convert.views import as_hf, check_hf
 from megatron_rl.weights.families import family_of
 from megatron_rl.weights.fp8 import SUFFIX, Dequantised, names_in_blocks
-from megatron_rl.weights.layouts import Source
 from megatron_rl.weights.reader import SafetensorsReader
 from megatron_rl.weights.safetensors_file import FLOATS
 
@@ -74,9 +73,11 @@ class Opened:
         """
         assert not isinstance(self.reader, TorchDistReader)
         tensors: dict[str, Rows] = {name: self.reader[name] for name in sorted(self.reader.names)}
-        for name in self.in_blocks:
-            found = Dequantised(cast(Source, tensors[name]), cast(Source, tensors.pop(name + SUFFIX)))
-            tensors[name] = cast_rows(cast(Rows, found), dtype or computes_in(self.companions))
+        if isinstance(self.reader, SafetensorsReader):
+            for name in self.in_blocks:
+                found = Dequantised(self.reader[name], self.reader[name + SUFFIX])
+                tensors[name] = cast_rows(found, dtype or computes_in(self.companions))
+                del tensors[name + SUFFIX]
         return tensors
 
     def left_out(self) -> list[str]:

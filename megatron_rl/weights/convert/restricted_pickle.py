@@ -11,6 +11,7 @@ import io
 import math
 import pathlib
 import pickle
+import struct
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,15 +157,10 @@ def read_array(archive: zipfile.ZipFile) -> ArrayOnDisk:
         raise UnknownName("its numbers are compressed or transposed")
     assert archive.fp is not None
     archive.fp.seek(record.header_offset)
-    header = archive.fp.read(
-        30
-    )  # the fixed part of a local header; its last four bytes are the lengths of what follows
-    begin = (
-        record.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    )
-    array = ArrayOnDisk(
-        saved.shape, saved.storage.dtype, begin + saved.first * saved.storage.dtype.itemsize, record.CRC
-    )
+    # The fixed part of a local header has 30 bytes; the last four are the lengths of the two texts that follow.
+    texts = struct.unpack("<26xHH", archive.fp.read(30))
+    begin = record.header_offset + 30 + sum(texts) + saved.first * saved.storage.dtype.itemsize
+    array = ArrayOnDisk(saved.shape, saved.storage.dtype, begin, record.CRC)
     return array if array.nbytes == record.file_size else replace(array, checksum=None)
 
 

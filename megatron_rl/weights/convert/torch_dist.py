@@ -117,9 +117,6 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return True
-
     def tell(self) -> int:
         return self._position
 

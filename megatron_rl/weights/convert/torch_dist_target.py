@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -45,9 +45,9 @@ class Cut:
         owner: the pipeline stage, and in it the expert-parallel rank (-1: all of them). Files are one owner's.
     """
 
-    rows: int = 1
-    columns: int = 1
-    owner: tuple[int, int] = (0, -1)
+    rows: int
+    columns: int
+    owner: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,20 @@ class Slab:
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor that is to be written: its global shape, and its matrices or vectors by their index."""
+    """A tensor that is to be written: its global shape, its matrices or vectors by their index, and their cuts."""
 
     shape: tuple[int, ...]
     planes: Mapping[tuple[int, ...], Rows]
-    cut: Mapping[tuple[int, ...], Cut] = field(default_factory=dict)
+    cuts: Mapping[tuple[int, ...], Cut]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.planes.values())).dtype
 
     def slabs(self, key: str) -> Iterator[tuple[tuple[int, int], Slab]]:
         """With the owner of each."""
         for index, plane in self.planes.items():
-            cut = self.cut.get(index, Cut())
+            cut = self.cuts[index]
             count = plane.shape[0]
             bounds = [count * part // cut.rows for part in range(cut.rows + 1)]
             for begin, end in pairwise(bounds):
@@ -100,7 +104,7 @@ class Whole:
 
 
 class TorchDistTarget:
-    """The files of a checkpoint.
+    """The files of a checkpoint, none much larger than `FILE_BYTES`.
 
     Args:
         tensors: by name.
@@ -120,7 +124,6 @@ class TorchDistTarget:
         folder: str = "",
         hf: Path | None = None,
         tracker: str | None = None,
-        file_bytes: int = FILE_BYTES,
     ) -> None:
         self._tensors, self._common, self._objects, self._folder, self._hf = tensors, common, objects, folder, hf
         self._tracker = tracker
@@ -129,7 +132,7 @@ class TorchDistTarget:
         groups: list[list[Slab]] = []
         last, used = None, 0
         for owner, slab in slabs:
-            if owner != last or used + size_of(slab) > file_bytes:
+            if owner != last or used + size_of(slab) > FILE_BYTES:
                 groups.append([])
                 last, used = owner, 0
             groups[-1].append(slab)
@@ -156,7 +159,7 @@ class TorchDistTarget:
                 )
                 chunks.setdefault(key, []).append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         described: dict[str, Any] = {
-            key: TensorStorageMetadata(TensorProperties(dtype=_dtype(whole)), torch.Size(whole.shape), chunks[key])
+            key: TensorStorageMetadata(TensorProperties(dtype=whole.dtype), torch.Size(whole.shape), chunks[key])
             for key, whole in self._tensors.items()
         }
         position = 0
@@ -182,10 +185,6 @@ def _pickled(value: Any) -> bytes:
     pickler.fast = True
     pickler.dump(value)
     return stream.getvalue()
-
-
-def _dtype(whole: Whole) -> torch.dtype:
-    return next(iter(whole.planes.values())).dtype
 
 
 def saved(value: Any) -> bytes:
