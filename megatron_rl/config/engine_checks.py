@@ -12,6 +12,10 @@ from .quantised import BLOCK
 from .schema import Config
 from .shards import divisors
 
+_ATTENTION_APART = ("--attn-dp", "--attn-cp", "--attention-data", "--attention-context", "--enable-dp-attention")
+_WHOLE_SHARED_EXPERTS = ("--moe-a2a-backend",)
+"""SGLang's options with which attention has a layout of its own, or every device all of those experts."""
+
 
 def engine_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
     """Complaints about engines that the run starts, each with the fix; those of engine.urls have their own settings."""
@@ -25,6 +29,7 @@ def engine_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
             )
         return
     yield from _experts(cfg, hf)
+    yield from _heads(cfg, hf)
     if cfg.engine.dtype == "float8":
         yield from _blocks(cfg, hf)
 
@@ -49,8 +54,21 @@ def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
         )
 
 
+def _heads(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    """Each device has whole heads of attention; of keys and values it may have one that others have too."""
+    if _says(cfg, _ATTENTION_APART):
+        return
+    tp, heads, groups = cfg.engine.tp, hf.num_attention_heads, hf.num_query_groups
+    if heads % tp or (hf.mla is None and groups % tp and tp % groups):
+        fitting = [n for n in divisors(heads) if hf.mla is not None or groups % n == 0 or n % groups == 0]
+        yield (
+            f"engine.tp={tp}: so many devices cannot share the {heads} attention heads, and {groups} of keys and "
+            f"values, of model.path; use one of {fitting}"
+        )
+
+
 def _blocks(cfg: Config, hf: HfConfig) -> Iterator[str]:
-    """A block of fp8 numbers has one scale, so devices share MLPs in whole blocks."""
+    """A block of fp8 numbers has one scale, so devices share matrices in whole blocks."""
     tp, ep = cfg.engine.tp, cfg.engine.ep
     shared = []
     if len(hf.moe_layers) < hf.num_layers:
@@ -59,9 +77,31 @@ def _blocks(cfg: Config, hf: HfConfig) -> Iterator[str]:
         shared.append(
             ("an expert", hf.moe.ffn_hidden_size, "engine.tp / engine.ep", max(1, tp // ep), "a larger engine.ep")
         )
+        if ep > 1 and not _says(cfg, _WHOLE_SHARED_EXPERTS):  # with ep = 1 they are cut as the others are
+            features = hf.moe.shared_ffn_hidden_size
+            shared.append(("the experts that see every token", features, "engine.tp", tp, "a smaller engine.tp"))
+    if not _says(cfg, _ATTENTION_APART):
+        shared += [(what, features, "engine.tp", tp, "a smaller engine.tp") for what, features in _attention(hf, tp)]
     for what, features, key, devices, instead in shared:
         if features % (devices * BLOCK[0]):
             yield (
                 f"engine.dtype=float8 with {key}={devices}: each device must get a multiple of {BLOCK[0]} of the "
                 f"{features} features of {what}; use {instead}, or weights in bf16 and engine.dtype=bfloat16"
             )
+
+
+def _attention(hf: HfConfig, tp: int) -> Iterator[tuple[str, int]]:
+    """What comes out of, or goes into, projections that `tp` devices share, and its features."""
+    heads, groups, mla = hf.num_attention_heads, hf.num_query_groups, hf.mla
+    if mla is None:
+        # In one matrix with queries and values, so that also a single device needs a border of blocks between them.
+        # A device has a multiple of that many queries.
+        yield "the keys of attention, copies included", max(groups, tp) * hf.head_dim
+    elif tp > 1:
+        yield "the queries of attention", heads * mla.qk_head_dim
+        yield "the keys and values of attention", heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        yield "the heads' values", heads * mla.v_head_dim
+
+
+def _says(cfg: Config, options: tuple[str, ...]) -> bool:
+    return any(word.startswith(options) for word in cfg.engine.extra_args)
