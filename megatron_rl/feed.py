@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_rl.algorithms.normalisation import token_weights
-from megatron_rl.cluster.rank_zero import RankZero
+from megatron_rl.cluster.rank_zero import RankZero, unless_ending
 from megatron_rl.config import Config, read_hf_config
 from megatron_rl.data import PromptCursor, PromptDataset, PromptTokenizer
 from megatron_rl.policy.batch import SequenceBatch
@@ -32,13 +32,25 @@ REPAIR_PAUSE_S = 10.0
 
 
 class RolloutFeed:
-    """The trainer's side of the controller. `say` shows a line to the user, on rank 0."""
+    """The trainer's side of the controller.
+
+    Args:
+        say: shows a line to the user, on rank 0.
+        interrupted: whether rank 0 was told to end: waits are given up.
+        stop_arrives: whether it was, or will be in a moment: what fails then is no failure. None is returned.
+    """
 
     def __init__(
-        self, cfg: Config, client: ControllerClient, zero: RankZero, say: Callable[[str], None] = lambda line: None
+        self,
+        cfg: Config,
+        client: ControllerClient,
+        zero: RankZero,
+        say: Callable[[str], None],
+        interrupted: Callable[[], bool],
+        stop_arrives: Callable[[], bool],
     ) -> None:
         self._cfg, self._client, self._zero = cfg, client, zero
-        self._timeout_s = cfg.cluster.controller_timeout_s + 30  # the other ranks are told what rank 0 waited for
+        self._interrupted, self._stop_arrives = interrupted, stop_arrives
         self._next_repair, self._say, self._news = 0.0, say, EngineNews()
         self._dp_rank, self._leader = data_parallel_rank(), is_data_parallel_leader()
         routes = RouteFormat.of(cfg, read_hf_config(cfg.model.path)) if cfg.engine.routed_experts else None
@@ -46,30 +58,26 @@ class RolloutFeed:
 
     def start(self, step: int) -> None:
         """The engines hold the weights of `step`: its rollouts may be generated."""
-        self._zero.run(f"start of step {step}", lambda: self._client.set_weights_version(step), self._timeout_s)
+        self._on_zero(f"start of step {step}", lambda: self._client.set_weights_version(step))
 
-    def announce(
-        self, version: int, serving: Sequence[str], checksum: str | None, repaired: bool, excused: Callable[[], bool]
-    ) -> None:
+    def announce(self, version: int, serving: Sequence[str], checksum: str | None, repaired: bool) -> None:
         """These engines hold weights `version`; the others get no requests until the controller has verified them.
 
         Args:
             checksum: of the weights, as engines report it.
             repaired: these were given the weights later than others, of which nothing is said.
-
-        Raises on every rank what the controller reports, unless it is `excused()`; so do `wait` and `may_update`.
         """
 
         def tell() -> None:
             self._client.set_weights_version(version, serving, checksum, start=False, repaired=repaired)
 
-        self._zero.run(f"who holds weights {version}", lambda: _unless(excused, tell), self._timeout_s)
+        self._unless_ending(f"who holds weights {version}", tell)
 
-    def wait(self, step: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> list[str] | None:
+    def wait(self, step: int) -> list[str] | None:
         """Until the controller has a whole batch for `step`: an empty list.
 
         Returns early, or although the batch is there, with the engines that need weights, at most every
-        `REPAIR_PAUSE_S`, and with None when `interrupted()` on rank 0.
+        `REPAIR_PAUSE_S`, and with None when the run is to end.
         """
         timeout = self._cfg.rollout.step_timeout_s
 
@@ -78,28 +86,47 @@ class RolloutFeed:
             return bool(status.needs_weights) and time.monotonic() >= self._next_repair
 
         def poll() -> list[str] | None:
-            status = self._client.wait_ready(step, timeout, interrupted, repairable)
+            status = self._client.wait_ready(step, timeout, self._interrupted, repairable)
             if status.status == "ready" and not repairable(status):
                 return []
             self._next_repair = time.monotonic() + REPAIR_PAUSE_S
-            return None if interrupted() else status.needs_weights
+            return None if self._interrupted() else status.needs_weights
 
-        return self._zero.run(f"rollouts of step {step}", lambda: _unless(excused, poll), timeout + self._timeout_s)
+        return self._unless_ending(f"rollouts of step {step}", poll, timeout)
 
     def look(self, engines: Mapping[str, str]) -> None:
         """Tell the user which went out or came back. `engines`: by URL, why one does not serve."""
         for line in self._news.lines(engines):
             self._say(line)
 
-    def may_update(self, version: int, interrupted: Callable[[], bool], excused: Callable[[], bool]) -> None:
-        """Until the engines may be given weights `version`, or `interrupted()` on rank 0."""
+    def wait_for_engines(self, version: int) -> None:
+        """Until the engines may be given weights `version`; when the run is to end, they get them as they are.
+
+        The weights are trained already, so this step is completed, whatever comes.
+        """
         timeout = self._cfg.rollout.step_timeout_s
 
         def poll() -> None:
-            self._client.wait_update(version, timeout, interrupted)
+            self._client.wait_update(version, timeout, self._interrupted)
 
-        what = f"engines free for weights {version}"
-        self._zero.run(what, lambda: _unless(excused, poll), timeout + self._timeout_s)
+        self._unless_ending(f"engines free for weights {version}", poll, timeout)
+
+    def evaluate(self, label: str, step: int, prompts: int, samples_per_prompt: int) -> dict[str, float] | None:
+        """Metrics of an evaluation; None when it was cut off since the run is to end."""
+        timeout = self._cfg.rollout.step_timeout_s
+
+        def ask() -> dict[str, float] | None:
+            return self._client.evaluate(
+                label=label,
+                step=step,
+                prompts=prompts,
+                samples_per_prompt=samples_per_prompt,
+                timeout_s=timeout,
+                interrupted=self._interrupted,
+                look=self.look,
+            )
+
+        return self._unless_ending(f"evaluation of step {step}", ask, timeout)
 
     def pull(self, step: int) -> tuple[RolloutTable, list[LocalUpdate]]:
         """The step's table, and this rank's share of each update."""
@@ -109,7 +136,15 @@ class RolloutFeed:
 
     def done(self, step: int, gaps: Gaps | None) -> None:
         """The step was trained: its prompts count as trained, its samples are dumped, with their gaps."""
-        self._zero.run(f"end of step {step}", lambda: self._client.done(step, gaps), self._timeout_s)
+        self._on_zero(f"end of step {step}", lambda: self._client.done(step, gaps))
+
+    def get_state(self) -> bytes:
+        """What a checkpoint remembers of the controller."""
+        return self._on_zero("controller state", self._client.get_state)
+
+    def put_state(self, blob: bytes) -> None:
+        """Restore a controller that has just started."""
+        self._on_zero("controller state", lambda: self._client.put_state(blob))
 
     def _pull_update(self, step: int, update: Update) -> LocalUpdate:
         rows = update.samples[update.local(self._dp_rank)].tolist()
@@ -120,15 +155,13 @@ class RolloutFeed:
         """What the leader fetches, on all ranks of its model replica."""
         return broadcast_to_replica(fetch() if self._leader else None)
 
+    def _unless_ending(self, what: str, call: Callable[[], T], timeout_s: float = 0.0) -> T | None:
+        """What rank 0 gets in `timeout_s`; None when the controller fails it since the run is to end."""
+        return self._on_zero(what, lambda: unless_ending(call, ControllerError, self._stop_arrives), timeout_s)
 
-def _unless(excused: Callable[[], bool], call: Callable[[], T]) -> T | None:
-    """What `call` returns; None when the controller fails it and that is `excused()`."""
-    try:
-        return call()
-    except ControllerError:
-        if excused():
-            return None
-        raise
+    def _on_zero(self, what: str, call: Callable[[], T], timeout_s: float = 0.0) -> T:
+        """What rank 0 gets; the others wait longer, so that they are told what it waited for."""
+        return self._zero.run(what, call, timeout_s + self._cfg.cluster.controller_timeout_s + 30)
 
 
 def _sequence_batch(blob: bytes, routes: RouteStore | None) -> SequenceBatch:

@@ -12,7 +12,6 @@ than disk it may name older ones than are published, and an engine that loaded t
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.cluster.rank_zero import RankZero
+from megatron_rl.cluster.rank_zero import RankZero, unless_ending
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.cluster.staged import staged_paths
 from megatron_rl.config import Config
@@ -45,7 +44,6 @@ from megatron_rl.weights.version_dir import list_versions, prune_versions
 
 T = TypeVar("T")
 Kind = Literal["disk", "broadcast", "ipc"]
-log = logging.getLogger(__name__)
 PROBE_TEXT = "the answer to 12 and 30 is 42, not 24"
 PROBE_TOKENS = 24
 """Longest probe: enough for every layer to matter, one forward pass of nearly nothing."""
@@ -121,7 +119,7 @@ class Publisher:
         """On rank 0: probes that an engine had not answered by the next update, so far."""
         self._late: WeightUpdate | None = None
         self._reference: dict[int, Checksums] = {}
-        self._probe: list[int] | None = None
+        self._probe: list[int] = []
 
     def publish(self, version: int, before_continue: Callable[[], None] = lambda: None) -> list[str]:
         """Give the policy's weights to all engines as `version`. Collective.
@@ -214,7 +212,7 @@ class Publisher:
         update.compare(self._reference)
         before_continue()
         update.resume()
-        update.probe(self._tokens(), expected, self._cfg.engine.probe_tolerance)
+        update.probe(self._probe, expected, self._cfg.engine.probe_tolerance)
         update.disown()
         self._judge_late_probes()
         self._late = update
@@ -328,28 +326,14 @@ class Publisher:
     def _on_zero(self, what: str, call: Callable[[], T], more_s: float = 0.0) -> T | None:
         """What rank 0 gets; None when engines fail it since the run is to end."""
 
-        def guarded() -> T | None:
-            try:
-                return call()
-            except EngineError as error:
-                if not self._stop_arrives():
-                    raise
-                log.info("the run is ending; %s", error)
-                return None
-
-        return self._zero.run(what, guarded, self._cfg.engine.update_timeout_s + more_s + MARGIN_S)
+        deadline = self._cfg.engine.update_timeout_s + more_s + MARGIN_S
+        return self._zero.run(what, lambda: unless_ending(call, EngineError, self._stop_arrives), deadline)
 
     # ----------------------------------------------------------------------------------------------------- the probe
 
-    def _tokens(self) -> list[int]:
-        assert self._probe is not None
-        return self._probe
-
     def _log_probs_of_probe(self) -> LogProbs:
         """The trainer's, float32 [tokens - 1]. Collective over all ranks."""
-        if self._probe is None:
-            self._probe = self._on_zero("the probe's tokens", self._encode_probe)
-        tokens = self._tokens()
+        tokens = self._probe = self._probe or self._on_zero("the probe's tokens", self._encode_probe) or []
         plan = plan_lengths([len(tokens)] * self._cfg.parallel.data_parallel_size, self._cfg)
         count = len(plan.sequences(data_parallel_rank()))
         mask = np.arange(len(tokens)) > 0

@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+import psutil
 
 from megatron_rl.algorithms.schedules import learning_rate
 from megatron_rl.cluster.rank_zero import RankZero
@@ -36,9 +37,9 @@ from megatron_rl.policy.step_batch import LocalUpdate
 from megatron_rl.policy.step_targets import fill_targets
 from megatron_rl.publisher import Publisher
 from megatron_rl.rollout.control import EngineControl
-from megatron_rl.rollout.pull import ControllerClient, ControllerError
+from megatron_rl.rollout.pull import ControllerClient
 from megatron_rl.rollout.wire import RolloutTable
-from megatron_rl.step_metrics import batch_metrics, mean_of_updates, resident_gib
+from megatron_rl.step_metrics import batch_metrics, mean_of_updates
 
 log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -81,9 +82,11 @@ class Session:
     ) -> None:
         self.cfg, self.policy, self._devices = cfg, policy, devices
         self.run, self.hf, self.state = RunDir(cfg.run_dir), read_hf_config(cfg.model.path), Progressed()
-        self.rollouts = RolloutFeed(cfg, controller, zero, recorder.progress.note if recorder else lambda line: None)
-        self._controller, self._zero, self._recorder = controller, zero, recorder
+        say = recorder.progress.note if recorder else lambda line: None
+        self.rollouts = RolloutFeed(cfg, controller, zero, say, self._is_terminated, self._stop_arrives)
         self._publisher = Publisher(cfg, policy, zero, engines, self._is_terminated, self._stop_arrives)
+        self._zero, self._recorder = zero, recorder
+        self._shown, self._tokens, self._saved = "", 0, -1
         engines.interrupted = self._is_terminated
         self._resume_from = resume_from
         self._began = time.monotonic()
@@ -100,7 +103,7 @@ class Session:
         extra = self.policy.load(self._resume_from)
         self.state = Progressed(**extra["progress"])
         self._began = time.monotonic() - self.state.train_seconds
-        self._on_zero("controller state", lambda: self._controller.put_state(extra["controller"]))
+        self.rollouts.put_state(extra["controller"])
         self._saved = self.state.step
         log.info("resumed from %s", self._resume_from)
         return self.state.step
@@ -128,11 +131,9 @@ class Session:
         if sft.stop_value is None:
             return False
         self.publish(0)
-        found = self._evaluation("sft", number, sft.check_prompts, 1)
-        if found is None:
-            return False
+        found = self._evaluation("sft", number, sft.check_prompts, 1) or {}
         value = found.get(f"eval/{sft.stop_metric}")
-        if value is None:  # no sample could be judged
+        if value is None:  # no sample could be judged, or the run is to end
             return False
         metrics.put(f"sft/{sft.stop_metric}", value)
         return value >= sft.stop_value
@@ -151,7 +152,7 @@ class Session:
             times = timer.metrics()
             metrics.merge(times)
             metrics.put("system/tokens_per_second", self._tokens / times["time/step"])
-            metrics.put("system/rss_gib", resident_gib())
+            metrics.put("system/rss_gib", psutil.Process().memory_info().rss / 2**30)
             metrics.put("system/probes_skipped", self._publisher.probes_skipped)
             self._recorder.step(step + 1, metrics.as_dict())
 
@@ -202,8 +203,7 @@ class Session:
     def _serve(self, version: int, urls: Collection[str], repaired: bool = False) -> None:
         """Tell the controller that these engines hold the weights, and no others, or with `repaired` these as well."""
         if urls:  # else the run is to end, or nothing was repaired
-            checksum = self._publisher.checksum
-            self.rollouts.announce(version, sorted(urls), checksum, repaired, self._stop_arrives)
+            self.rollouts.announce(version, sorted(urls), self._publisher.checksum, repaired)
 
     def record(
         self,
@@ -256,8 +256,7 @@ class Session:
             return
         self._saved = step
         self.state.train_seconds = time.monotonic() - self._began
-        controller = self._on_zero("controller state", self._controller.get_state)
-        extra = {"progress": asdict(self.state), "controller": controller}
+        extra = {"progress": asdict(self.state), "controller": self.rollouts.get_state()}
         # Only what was measured of these very weights may call them the best.
         metric = self.state.latest.get(self.cfg.checkpoint.metric) if self.state.evaluated == step else None
         began = time.monotonic()
@@ -268,7 +267,7 @@ class Session:
 
     def stop_if_requested(self) -> None:
         """Raise StopRequested on every rank once rank 0 has got the signal."""
-        if self._on_zero("whether to stop", self._is_terminated):
+        if self._zero.run("whether to stop", self._is_terminated, self.cfg.cluster.controller_timeout_s + 30):
             raise StopRequested
 
     def wait_for_rollouts(self, step: int) -> None:
@@ -277,21 +276,14 @@ class Session:
         Engines that came back without the weights are given them meanwhile. Devices that are shared are then the
         trainer's, as soon as the engines have nothing to do.
         """
-        while (needy := self.rollouts.wait(step, self._is_terminated, self._stop_arrives)) is None or needy:
+        while (needy := self.rollouts.wait(step)) is None or needy:
             if needy is None:
                 raise StopRequested
             log.info("weights %d once more, for %s", step, ", ".join(needy))
             self._serve(step, self._publisher.repair(needy), repaired=True)
         if self._devices.are_shared:
-            self.wait_for_engines(step + 1)
+            self.rollouts.wait_for_engines(step + 1)
         self._devices.to_trainer()
-
-    def wait_for_engines(self, version: int) -> None:
-        """Until the engines may be given weights `version`; a signal to end comes first: then as they are.
-
-        The weights are trained already, so this step is completed, whatever comes.
-        """
-        self.rollouts.may_update(version, self._is_terminated, self._stop_arrives)
 
     def finish(self, step: int) -> None:
         """Write the result and the report; the run is complete (or was asked to stop and has saved itself)."""
@@ -324,38 +316,12 @@ class Session:
         """Metrics, none without held-out prompts; None when it was cut off since the run is to end."""
         if self.cfg.data.eval_prompts is None:
             return {}
-        timeout, stopping = self.cfg.rollout.step_timeout_s, self._is_terminated
-
-        def ask() -> dict[str, float] | None:
-            try:
-                return self._controller.evaluate(
-                    label=label,
-                    step=step,
-                    prompts=prompts,
-                    samples_per_prompt=samples,
-                    timeout_s=timeout,
-                    interrupted=stopping,
-                    look=self.rollouts.look,
-                )
-            except ControllerError:
-                if self._stop_arrives():
-                    return None
-                raise
-
-        deadline = timeout + self.cfg.cluster.controller_timeout_s + 30
-        return self._on_zero(f"evaluation of step {step}", ask, deadline)
-
-    def _on_zero(self, what: str, call: Any, timeout_s: float | None = None) -> Any:
-        return self._zero.run(what, call, timeout_s or self.cfg.cluster.controller_timeout_s + 30)
+        return self.rollouts.evaluate(label, step, prompts, samples)
 
     def _stage(self, name: str, total: int, done: int = 0) -> None:
         if self._recorder and self._shown != name:
             self._recorder.progress.stage(name, total, done)
             self._shown = name
-
-    _shown = ""
-    _tokens = 0
-    _saved = -1
 
     def _on_term(self, *_: object) -> None:
         self._terminated = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import psutil
 
 from megatron_rl.rollout.wire import RolloutTable
 
@@ -40,11 +39,6 @@ def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One value a step: the mean over its updates, the sum of what is counted, the largest of maxima."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     return {name: _combine(name, [m[name] for m in updates if name in m]) for name in names}
-
-
-def resident_gib() -> float:
-    """Resident memory of this process, GiB."""
-    return float(psutil.Process().memory_info().rss) / 2**30
 
 
 def _combine(name: str, values: list[float]) -> float:

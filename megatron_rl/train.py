@@ -83,7 +83,7 @@ def rl_step(s: Session, step: int) -> None:
             s.policy.set_learning_rate(s.learning_rate(step))
             results = [s.policy.train_step(update.batch, update.plan, spec) for update in updates]
         with timer.phase("generate"):
-            s.wait_for_engines(step + 1)
+            s.rollouts.wait_for_engines(step + 1)
         with timer.phase("weights"):
             s.publish(step + 1)
         s.rollouts.done(step, s.gaps(table, updates))

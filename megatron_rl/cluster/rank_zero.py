@@ -34,6 +34,17 @@ class RankZeroError(RuntimeError):
     """What rank 0 was doing failed, or did not end in time; every rank raises it with the same message."""
 
 
+def unless_ending(call: Callable[[], T], failure: type[Exception], ending: Callable[[], bool]) -> T | None:
+    """What `call` returns; None when it raises `failure` while the run is `ending`: whom it called may have ended first."""
+    try:
+        return call()
+    except failure as error:
+        if not ending():
+            raise
+        log.info("the run is ending; %s", error)
+        return None
+
+
 class RankZero:
     """Runs calls on rank 0 and shares what they return.
 

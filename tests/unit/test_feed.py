@@ -38,30 +38,26 @@ def rollouts(
     monkeypatch.setattr(feed, "is_data_parallel_leader", lambda: True)
     client: Any = SimpleNamespace(wait_ready=wait_ready)
     zero = RankZero(dist.HashStore(), 0)  # type: ignore[attr-defined]
-    return feed.RolloutFeed(make_config("model"), client, zero, say)
-
-
-def wait(rollouts: feed.RolloutFeed) -> list[str] | None:
-    return rollouts.wait(0, lambda: False, lambda: False)
+    return feed.RolloutFeed(make_config("model"), client, zero, say, lambda: False, lambda: False)
 
 
 def test_engines_that_need_weights_get_them_also_when_no_step_waits_for_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     always_ready = rollouts(monkeypatch, StepStatus("ready", needs_weights=NEEDY))
-    assert wait(always_ready) == NEEDY
-    assert wait(always_ready) == []  # it was just tried
+    assert always_ready.wait(0) == NEEDY
+    assert always_ready.wait(0) == []  # it was just tried
 
 
 def test_a_batch_that_is_ready_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wait(rollouts(monkeypatch, StepStatus("ready"))) == []
+    assert rollouts(monkeypatch, StepStatus("ready")).wait(0) == []
 
 
 def test_engines_that_go_out_and_come_back_are_told_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = ["not looked at yet", "", "connection refused", "holds version 1", ""]
     statuses = [StepStatus("ready", engines={"http://a": "", "http://b": reason}) for reason in reasons]
     told: list[str] = []
-    wait(rollouts(monkeypatch, *statuses, say=told.append))
+    rollouts(monkeypatch, *statuses, say=told.append).wait(0)
     assert told == [
         "WARNING engine http://b is out (1 of 2 engines serve): connection refused",
         "INFO engine http://b serves (2 of 2 engines serve)",
