@@ -163,6 +163,9 @@ def _from_raw(raw: dict[str, Any]) -> HfConfig:
         raise Unsupported(
             f"sliding_window={window} is not supported; only null, or all of max_position_embeddings={longest}"
         )
+    types = values.get("layer_types")
+    if types is not None and len(types) != values["num_hidden_layers"]:
+        raise ValueError(f"layer_types names {len(types)} layers, and num_hidden_layers={values['num_hidden_layers']}")
     mla, groups = mla_of(model_type, values), values["num_key_value_heads"] or heads
     if heads % groups:
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")

@@ -311,7 +311,7 @@ def test_any_value_within_rope_is_computed_with_or_refused(name: str, value: Any
     [
         ("qwen3_moe", "mlp_only_layers", [3, [99], [-1], "8", {"a": 1}, [True]]),
         ("qwen3_moe", "norm_topk_prob", ["8", float("nan"), 1]),
-        ("qwen3", "layer_types", [1, ["chunked_attention"], "full_attention"]),
+        ("qwen3", "layer_types", [1, ["chunked_attention"] * 6, "full_attention"]),
         ("llama", "rope_scaling", [-1, "linear", [1], {"full_attention": {"rope_type": "default"}}]),
         ("llama", "rope_parameters", [-1, {"rope_theta": "8"}, {"rope_theta": 5e4}]),
         ("llama", "rope_theta", [float("inf"), float("nan"), 0, "8"]),
@@ -339,6 +339,13 @@ def test_wrong_values_are_refused_by_name(family: str, key: str, values: list[An
     for value in values:
         with pytest.raises(ConfigError, match=key if key[:4] != "rope" else "rope"):
             read(FULL[family] | {key: value})
+
+
+@pytest.mark.parametrize("count", [0, 5, 7])
+def test_types_of_other_layers_than_there_are_are_refused(count: int) -> None:
+    told = rf"config\.json: layer_types names {count} layers, and num_hidden_layers=6; copy the file"
+    with pytest.raises(ConfigError, match=told):
+        read(FULL["qwen3"] | {"layer_types": ["full_attention"] * count})
 
 
 @pytest.mark.parametrize(
