@@ -14,17 +14,11 @@ from megatron_rl.config.algorithm import PRESETS, AlgorithmConfig
 from megatron_rl.config.algorithm_rules import LOSS_ARGS
 from megatron_rl.config.plan import algorithm_rows
 from megatron_rl.monitor.clip_rules import LIMITS
-
-COMMON = {
-    "run_dir": "unused",
-    "model": {"path": "unused"},
-    "data": {"prompts": "unused.jsonl"},
-    "reward": {"components": [{"name": "exact"}]},
-}
+from tests.least import least
 
 
 def config(**algorithm: Any) -> Config:
-    return validate({**COMMON, "algorithm": algorithm})
+    return least(algorithm=algorithm)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +53,7 @@ def test_each_preset_is_its_paper(preset: str, expected: tuple[Any, ...]) -> Non
     ],
 )
 def test_dapo_brings_its_overlong_punishment(preset: str, rollout: dict[str, Any], cache: int | None) -> None:
-    cfg = validate({**COMMON, "algorithm": {"preset": preset}, "rollout": rollout})
+    cfg = least(algorithm={"preset": preset}, rollout=rollout)
     assert cfg.rollout.overlong_cache == cache
 
 

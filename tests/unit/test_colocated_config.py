@@ -6,24 +6,17 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import validate
 from megatron_rl.config.checks import _off_policy, _weight_transport
+from tests.least import least
 
 SGLANG = {"kind": "sglang", "replicas": 2, "tp": 2}
 
 
 def complaints(**sections: dict[str, Any]) -> list[str]:
     """What is said of a run with four trainer ranks on shared devices."""
-    values = {
-        "run_dir": "unused",
-        "model": {"path": "unused"},
-        "data": {"prompts": "unused"},
-        "reward": {"components": [{"name": "sorting"}]},
-        "parallel": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
-        **sections,
-        "cluster": {"placement": "colocated", **sections.get("cluster", {})},
-    }
-    cfg = validate(values)
+    ranks = {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
+    cluster = {"placement": "colocated", **sections.pop("cluster", {})}
+    cfg = least(parallel=ranks, cluster=cluster, **sections)
     return [*_off_policy(cfg), *_weight_transport(cfg)]
 
 

@@ -102,10 +102,6 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
         ({"reward": {"components": [{"name": "exact", "wieght": 1}]}}, "did you mean reward.components.0.weight?"),
         ({"optimizer__lr": [1, 2]}, "optimizer.lr=[1, 2]: input should be a valid number"),
         ({"optimizer__lr": "fast"}, "optimizer.lr='fast'"),
-        ({"algorithm__preset": "dpo"}, "algorithm.preset='dpo'"),
-        ({"algorithm__eps_low": -0.1}, "algorithm.eps_low=-0.1"),
-        ({"algorithm__dual_clip": 0.5}, "algorithm.dual_clip=0.5"),
-        ({"algorithm__kl_estimator": "k1"}, "kl_estimator=k1"),
         ({"run_dir": ""}, "run_dir='': string should have at least 1 character"),
         ({"rollout__temperature": 1e-45}, "rollout.temperature=1e-45: input should be greater than or equal to 0.001"),
         ({"rollout__temperature": 1e39}, "rollout.temperature=1e+39: input should be less than or equal to 1000"),
@@ -146,7 +142,6 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
         ({"rollout__group_size": 1}, "needs at least 2"),
         ({"rollout__group_size": 1001}, "rollout.group_size=1001"),
         ({"algorithm__shift_mean": False}, "shift_mean=false has no meaning with advantage=grpo"),
-        ({"algorithm": {"old_logprobs": "reuse", "updates_per_batch": 2}}, "use old_logprobs=recompute"),
         ({"data__prompts": "/nowhere.jsonl"}, "data.prompts='/nowhere.jsonl': no such file"),
         ({"eval": {"ks": [1, 4], "samples_per_prompt": 2}}, "must lie in 1 .. samples_per_prompt=2"),
         ({"model__path": "/nowhere"}, "give a Hugging Face directory"),
@@ -203,14 +198,9 @@ def test_an_empty_dataset_is_refused(values: dict[str, Any]) -> None:
     assert "the file is empty" in refusal(values)
 
 
-def test_presets_fill_what_is_left_out_and_lose_against_what_is_given(values: dict[str, Any]) -> None:
-    dapo = validate(put(values, algorithm__preset="dapo"))
-    assert (dapo.algorithm.eps_high, dapo.algorithm.normalisation) == (0.28, "token_mean")
-    assert (dapo.algorithm.kl_coef, dapo.rollout.dynamic_sampling) == (0.0, "refill")
-    dr = validate(put(values, algorithm={"preset": "dr_grpo", "eps_high": 0.3}, rollout__dynamic_sampling="mask"))
-    assert (dr.algorithm.advantage, dr.algorithm.normalisation) == ("dr_grpo", "constant")
-    assert (dr.algorithm.eps_high, dr.rollout.dynamic_sampling) == (0.3, "mask")
-    assert validate(put(values, algorithm__preset="grpo")).algorithm.kl_coef == 0.04
+def test_presets_lose_against_what_is_given(values: dict[str, Any]) -> None:
+    given = validate(put(values, algorithm={"preset": "dapo", "eps_high": 0.3}, rollout__dynamic_sampling="mask"))
+    assert (given.algorithm.eps_high, given.rollout.dynamic_sampling) == (0.3, "mask")
 
 
 def test_every_option_of_the_update_reaches_the_algorithms(values: dict[str, Any]) -> None:
@@ -337,9 +327,6 @@ def test_a_directory_in_the_place_of_a_prompt_file_is_refused(values: dict[str, 
         ({"num_attention_heads": 0}, "num_attention_heads=0 is not a positive whole number"),
         ({"num_attention_heads": "eight"}, "num_attention_heads='eight' is not a positive whole number"),
         ({"num_attention_heads": 6}, "num_attention_heads=6 is no multiple of num_key_value_heads=4"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not a positive whole number"),
-        ({"vocab_size": None}, "vocab_size=None is not a positive whole number"),
-        ({"head_dim": 1.5}, "head_dim=1.5 is not a positive whole number"),
         ({"rms_norm_eps": True}, "rms_norm_eps=True is not a positive number"),
     ],
 )

@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import Config, ConfigError, load_config
-
-VALUES = {
-    "run_dir": "run",
-    "model": {"path": "model"},
-    "data": {"prompts": "train.jsonl"},
-    "reward": {"components": [{"name": "exact", "correctness": True}]},
-}
+from tests.least import LEAST
 
 
 def test_a_value_that_is_still_to_be_given_is_refused_wherever_it_stands(tmp_path: Path) -> None:
     base, recipe = tmp_path / "base.yaml", tmp_path / "recipe.yaml"
-    base.write_text(json.dumps({**VALUES, "name": "${data.prompts}", "seed": "???"}))
+    base.write_text(json.dumps({**LEAST, "name": "${data.prompts}", "seed": "???"}))
     recipe.write_text('extends: base.yaml\nsteps: "???"\n')
     with pytest.raises(ConfigError, match=r"recipe.yaml: seed=\?\?\?, steps=\?\?\?: .* still to be given; write one"):
         load_config(recipe)
@@ -39,7 +33,7 @@ def test_a_value_that_is_still_to_be_given_is_refused_wherever_it_stands(tmp_pat
 @pytest.mark.parametrize("section", ["", *Config.model_fields])
 def test_no_key_of_any_section_takes_the_mark_of_a_missing_value(tmp_path: Path, section: str) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(json.dumps(VALUES))
+    file.write_text(json.dumps(LEAST))
     fields = getattr(Config.model_fields[section].annotation if section else Config, "model_fields", {})
     for key in fields:
         word = f"{section}.{key}" if section else key

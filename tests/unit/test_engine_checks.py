@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import HfConfig, read_hf_config, validate
+from megatron_rl.config import HfConfig, read_hf_config
 from megatron_rl.config.engine_checks import engine_problems
 from megatron_rl.config.hf_shapes import MoeShape
+from tests.least import least
 from tests.unit.test_moe_recipes import MODELS
 
 QWEN = read_hf_config(MODELS / "qwen3_30b_a3b")
@@ -27,16 +28,7 @@ def latent(**features: int) -> HfConfig:
 
 
 def problems(hf: HfConfig, **engine: Any) -> list[str]:
-    cfg = validate(
-        {
-            "run_dir": "x",
-            "model": {"path": "x"},
-            "data": {"prompts": "x"},
-            "reward": {"components": [{"name": "exact"}]},
-            "engine": {"kind": "sglang", **engine},
-        }
-    )
-    return list(engine_problems(cfg, hf))
+    return list(engine_problems(least(engine={"kind": "sglang", **engine}), hf))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import read_hf_config, validate
+from megatron_rl.config import read_hf_config
 from megatron_rl.config.hf_shapes import MoeShape
 from megatron_rl.config.moe_checks import routing_problems
+from tests.least import least
 from tests.unit.test_moe_recipes import MODELS
 
 
@@ -85,14 +86,8 @@ def test_what_sglang_would_compute_otherwise(facts, message):
 
 
 def assert_problems(model: str, sections: dict[str, Any], messages: list[str], **facts: Any) -> None:
-    base = {
-        "run_dir": "x",
-        "model": {"path": "x"},
-        "data": {"prompts": "x"},
-        "reward": {"components": [{"name": "exact"}]},
-    }
     hf = replace(read_hf_config(MODELS / model), **facts)
-    found = list(routing_problems(validate({**base, **sections}), hf))
+    found = list(routing_problems(least(**sections), hf))
     assert len(found) == len(messages), found
     for problem, message in zip(found, messages, strict=True):
         assert re.search(message, problem), problem

@@ -6,21 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config import Config, ConfigError, dump, load_config, validate
+from megatron_rl.config import Config, ConfigError, dump, load_config
 from megatron_rl.config.checks import _off_policy
+from tests.least import least
 
 
 def config(algorithm: dict[str, Any] | None = None, **rollout: Any) -> Config:
-    return validate(
-        {
-            "run_dir": "unused",
-            "model": {"path": "unused"},
-            "data": {"prompts": "unused"},
-            "reward": {"components": [{"name": "sorting"}]},
-            "algorithm": algorithm or {},
-            "rollout": rollout,
-        }
-    )
+    return least(algorithm=algorithm or {}, rollout=rollout)
 
 
 @pytest.mark.parametrize(

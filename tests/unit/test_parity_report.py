@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megatron_rl.config import Config, validate
+from megatron_rl.config import Config
 from megatron_rl.parity import check_parity
 from megatron_rl.parity_report import Evidence, Gap, causes, table
+from tests.least import least
 
 
 def gap(mean_abs: float = 1.0, *, mean: float = 0.0, std: float = 1.0, outside: float = 0.0) -> Gap:
@@ -107,14 +108,6 @@ def test_a_server_that_may_be_in_use_reads_weights_again_only_when_asked(
         AGREES.write(Path(words[1]))
 
     monkeypatch.setattr("megatron_rl.cluster.local.run_ranks", run_ranks)
-    cfg = validate(
-        {
-            "run_dir": str(tmp_path),
-            "model": {"path": "unused"},
-            "data": {"prompts": "unused"},
-            "reward": {"components": [{"name": "sorting"}]},
-            **values,
-        }
-    )
+    cfg = least(run_dir=str(tmp_path), **values)
     assert check_parity(cfg, 16, asked) == AGREES
     assert ("--reload-engine" in told) == reloads

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_rl.config import validate
 from megatron_rl.config.engine import EngineConfig
 from megatron_rl.config.quantised import quantisation_problems
 from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.fp8 import FP8, quantization_config
+from tests.least import least
 
 IN_BLOCKS = quantization_config()
 
@@ -35,14 +35,8 @@ def test_what_a_model_is_stored_in_and_what_engines_take(
     quantisation: dict[str, Any] | None, dtype: str, message: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantisation} if quantisation else {}))
-    values = {
-        "run_dir": "unused",
-        "model": {"path": str(tmp_path)},
-        "data": {"prompts": "unused.jsonl"},
-        "reward": {"components": [{"name": "exact"}]},
-        "engine": {"kind": "sglang", "dtype": dtype},
-    }
-    problems = list(quantisation_problems(validate(values)))
+    cfg = least(model={"path": str(tmp_path)}, engine={"kind": "sglang", "dtype": dtype})
+    problems = list(quantisation_problems(cfg))
     assert len(problems) == (message is not None)
     assert message is None or re.search(message, problems[0])
 
