@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from megatron_rl.data import PromptRecord, PromptTokenizer
 from megatron_rl.files import atomic_file
 
-from .sample import Group, Sample
+from .sample import Group
 from .wire import Gaps
 
 WARM_UP = "sft"
@@ -85,32 +85,29 @@ def write_dump(
 
 
 def _rows(step: int, group: Group, record: PromptRecord, prompt: str, in_batch: bool) -> list[dict[str, object]]:
-    shared = {
-        "step": step,
-        "group_id": group.id,
-        "prompt_id": group.prompt_id,
-        "source": record.source,
-        "prompt": prompt,
-        "answer": record.answer,
-    }
-    return [{**shared, **_sample_columns(sample, in_batch)} for sample in group.samples]
-
-
-def _sample_columns(sample: Sample, in_batch: bool) -> dict[str, object]:
-    return {
-        "sample_id": sample.id,
-        "response": sample.text,
-        "reward": sample.reward,
-        "correctness": sample.correctness,
-        "components": orjson.dumps(sample.components).decode(),
-        "response_tokens": sample.response_length,
-        "turns": len(sample.turns),
-        "finish_reason": sample.finish_reason,
-        "trained": in_batch and sample.trainable_tokens > 0,
-        "weight_version_first": sample.version_first,
-        "weight_version_last": sample.version_last,
-        "log_prob_mean": float(sample.log_probs[sample.sampled].mean()) if sample.turns else None,
-    }
+    return [
+        {
+            "step": step,
+            "sample_id": sample.id,
+            "group_id": group.id,
+            "prompt_id": group.prompt_id,
+            "source": record.source,
+            "prompt": prompt,
+            "response": sample.text,
+            "answer": record.answer,
+            "reward": sample.reward,
+            "correctness": sample.correctness,
+            "components": orjson.dumps(sample.components).decode(),
+            "response_tokens": sample.response_length,
+            "turns": len(sample.turns),
+            "finish_reason": sample.finish_reason,
+            "trained": in_batch and sample.trainable_tokens > 0,
+            "weight_version_first": sample.version_first,
+            "weight_version_last": sample.version_last,
+            "log_prob_mean": float(sample.log_probs[sample.sampled].mean()) if sample.turns else None,
+        }
+        for sample in group.samples
+    ]
 
 
 def remove_dumps_from(run_dir: str | Path, step: int) -> None:

@@ -87,15 +87,13 @@ class Evaluator:
                     job.metrics = await self._evaluate(job.request)
                 job.status = "done"
                 log.info("%s at step %d: %s", job.id, job.request.step, job.metrics)
+                continue
             except TimeoutError:
-                self._fail(job, f"not finished within {self._cfg.rollout.step_timeout_s:g} s (rollout.step_timeout_s)")
+                reason = f"not finished within {self._cfg.rollout.step_timeout_s:g} s (rollout.step_timeout_s)"
             except Exception as error:
                 log.exception("%s failed", job.id)
-                self._fail(job, str(_first(error)))
-
-    @staticmethod
-    def _fail(job: EvalJob, message: str) -> None:
-        job.status, job.message = "failed", f"evaluation at step {job.request.step}: {message}"
+                reason = str(_first(error))
+            job.status, job.message = "failed", f"evaluation at step {job.request.step}: {reason}"
 
     async def _evaluate(self, request: EvalRequest) -> dict[str, float]:
         assert self._dataset is not None

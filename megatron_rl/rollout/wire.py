@@ -193,26 +193,24 @@ def unpack_groups(arrays: dict[str, NDArray[Any]], values: Sequence[dict[str, An
     return groups
 
 
+_AS_THEY_ARE = ("id", "temperature", "seed", "finish_reason", "text", "environment_reward", "attempts")
+"""Fields of a sample that are the same in JSON."""
+
+
 def _unpack_sample(entry: dict[str, Any], group_id: int, prompt: NDArray[np.int64], take: dict[str, _Taker]) -> Sample:
     length = entry["response_length"]
     return Sample(
-        id=entry["id"],
+        **{name: entry[name] for name in _AS_THEY_ARE},
         group_id=group_id,
         prompt_tokens=prompt,
-        temperature=entry["temperature"],
-        seed=entry["seed"],
         response_tokens=take["response_tokens"](length),
         log_probs=take["log_probs"](length),
         loss_mask=take["loss_mask"](length),
         spans=[Span(*span) for span in entry["spans"]],
-        finish_reason=entry["finish_reason"],
-        text=entry["text"],
         observations=[(start, end) for start, end in entry["observations"]],
-        environment_reward=entry["environment_reward"],
         correctness=_number(entry["correctness"]),
         components={name: _number(value) for name, value in entry["components"].items()},
         reward=_number(entry["reward"]),
-        attempts=entry["attempts"],
         routes=_parts(entry.get("routes", ())),
     )
 
@@ -237,20 +235,7 @@ def _group_values(group: Group) -> dict[str, Any]:
 
 
 def _sample_values(sample: Sample) -> dict[str, Any]:
-    names = (
-        "id",
-        "temperature",
-        "seed",
-        "finish_reason",
-        "text",
-        "observations",
-        "environment_reward",
-        "correctness",
-        "components",
-        "reward",
-        "response_length",
-        "attempts",
-    )
+    names = (*_AS_THEY_ARE, "observations", "correctness", "components", "reward", "response_length")
     tuples = {"spans": [list(span) for span in sample.spans], "routes": [list(part) for part in sample.routes]}
     return {name: getattr(sample, name) for name in names} | tuples
 
