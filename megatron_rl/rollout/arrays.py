@@ -15,7 +15,7 @@ import simdjson
 
 from megatron_rl.routes.store import Rows
 
-from .protocol import Prompt
+from .protocol import Prompt, within
 from .routed import RouteFormat, rows_wanted
 from .sample import LogProbs, Tokens
 
@@ -90,7 +90,7 @@ def _usual(answer: Any, prompt: Prompt, vocab_size: int) -> Usual | None:
         and 0 < len(tokens) <= prompt.max_new_tokens
         and len(pairs) == 2 * len(tokens)
         and bool((pairs[1::2] == tokens).all())
-        and bool(tokens.view(np.uint64).max() < vocab_size)
+        and within(tokens, vocab_size)
         and bool(-np.inf < log_probs.min() and log_probs.max() <= ROUNDING)  # false for NaN, too
     )
     return Usual(tokens, log_probs, meta["weight_versions"].as_list(), reason, None) if whole else None

@@ -287,11 +287,6 @@ class EngineClient:
 class Job:
     """One response that is being generated."""
 
-    __slots__ = (
-        "_asked", "_busy_since", "_failing_since", "_failures", "_faults", "_limits", "_pause_s", "_settings",
-        "busy", "sample",
-    )  # fmt: skip
-
     def __init__(self, sample: Sample, settings: SamplingSettings, limits: Limits) -> None:
         self.sample, self._settings, self._limits = sample, settings, limits
         self._failures, self._failing_since, self._asked = 0, 0.0, 0

@@ -118,11 +118,12 @@ class Controller:
     ) -> None:
         self._cfg, self._prompts, self._client = cfg, prompts, client
         cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
-        pace = Pace.of(cfg)
+        pace = Pace(cfg)
         pool = GroupPool(cursor, pace.capacity, drops_uninformative=pace.refill)
         maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers, turns)
         self.scheduler = Scheduler(cfg, pool, maker)
-        self._routes = _route_files(cfg, pool, maker)
+        routes = RouteFormat.of(cfg, read_hf_config(cfg.model.path)) if cfg.engine.routed_experts else None
+        self._routes = None if routes is None else RouteFiles(cfg.run_dir, routes.store(), pool, maker)
         self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers, turns)
         self._ledger = Ledger(cfg.run_dir)
         self._tables: dict[int, RolloutTable] = {}
@@ -139,10 +140,9 @@ class Controller:
         self,
         version: int,
         serving: Collection[str] | None,
-        checksum: str | None = None,
-        *,
+        checksum: str | None,
         start: bool,
-        repaired: bool = False,
+        repaired: bool,
     ) -> None:
         """The engines at `serving` hold weights `version` (None: all that serve); see `Replicas.publish`.
 
@@ -188,7 +188,7 @@ class Controller:
         groups = self.scheduler.batch(step)
         if step not in self._tables:
             sources = [self._record(group.id).source for group in groups]
-            metrics = self.scheduler.metrics() | self._engine_metrics()
+            metrics = self.scheduler.progress.metrics | self._engine_metrics()
             if self._cfg.rollout.environment is not None:
                 metrics |= turn_metrics([sample for group in groups for sample in group.samples])
             self._tables = {step: RolloutTable.of(groups, sources, metrics)}
@@ -267,12 +267,6 @@ class Controller:
         return self._prompts.train[self.scheduler.pool.record_index(group_id)]
 
 
-def _route_files(cfg: Config, pool: GroupPool, maker: GroupMaker) -> RouteFiles | None:
-    """None where no routes of experts are kept."""
-    routes = RouteFormat.of(cfg, read_hf_config(cfg.model.path)) if cfg.engine.routed_experts else None
-    return None if routes is None else RouteFiles(cfg.run_dir, routes.store(), pool, maker)
-
-
 def run_controller(cfg: Config, host: str = "127.0.0.1", outlive_term: bool = False) -> None:
     """Process entry: serve until SIGTERM or SIGINT. `host` is the address to listen on.
 
@@ -338,7 +332,8 @@ async def _serve_http(cfg: Config, controller: Controller, host: str, shutdown: 
     await runner.setup()
     try:
         await web.TCPSite(runner, host, 0).start()
-        url = f"http://{_reachable_name(host)}:{runner.addresses[0][1]}"
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        url = f"http://{name}:{runner.addresses[0][1]}"
         published = publish(cfg.run_dir, Endpoint(url, os.getpid(), token))
         log.info("listening on %s", url)
         try:
@@ -358,7 +353,3 @@ async def _run_until(controller: Controller, shutdown: asyncio.Event) -> None:
     results = await asyncio.gather(loops, stop, return_exceptions=True)
     if isinstance(results[0], Exception):
         raise results[0]
-
-
-def _reachable_name(host: str) -> str:
-    return socket.gethostname() if host in ("0.0.0.0", "::") else host

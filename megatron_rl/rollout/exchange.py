@@ -62,7 +62,6 @@ class HttpExchange:
     def __init__(self, vocab_size: int, api_key: str | None = None, routes: RouteFormat | None = None) -> None:
         self._vocab_size, self._api_key, self._routes = vocab_size, api_key, routes
         self._store = None if routes is None else routes.store()
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> HttpExchange:
         self._session = open_session(self._api_key)
@@ -71,8 +70,7 @@ class HttpExchange:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def generate(self, url: str, prompts: Sequence[Prompt]) -> list[Generation]:
         """See `Exchange`."""
@@ -95,7 +93,6 @@ class HttpExchange:
         return found
 
     async def _post(self, url: str, body: bytes) -> bytes:
-        assert self._session is not None, "HttpExchange is used outside `async with`"
         try:
             async with self._session.post(f"{url}/generate", data=body) as response:
                 answer = await response.read()
@@ -113,7 +110,6 @@ class HttpExchange:
                 await asyncio.gather(*(self._abort_one(url, rid) for rid in rids))
 
     async def _abort_one(self, url: str, rid: str) -> None:
-        assert self._session is not None
         async with self._session.post(f"{url}/abort_request", json={"rid": rid}) as response:
             await response.read()
 

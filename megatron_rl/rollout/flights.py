@@ -20,8 +20,6 @@ Abort = Callable[[str, Sequence[str]], Awaitable[None]]
 class Flight:
     """One request, sent to the replica `url`."""
 
-    __slots__ = ("deadline", "dropped", "rids", "url")
-
     def __init__(self, url: str, rids: Sequence[str]) -> None:
         self.url, self.rids = url, rids
         self.deadline: asyncio.Timeout | None = None

@@ -12,76 +12,38 @@ prompts are generated anew.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from megatron_rl.config import Config
 from megatron_rl.config.rollout import capacity_of
 
 
-@dataclass(frozen=True)
 class Pace:
     """The rules of one run.
 
     Attributes:
-        mode: `rollout.mode`.
-        keeps: unfinished groups are suspended, not given back.
-        refill: groups without a signal are replaced.
         needed: groups of one batch.
         round: groups whose responses run at once for one batch, ceil(oversample x needed).
-        max_staleness: published versions that a token may be behind.
-        steps: of the run.
+        capacity: groups alive at once.
+        keeps: unfinished groups are suspended, not given back.
+        refill: groups without a signal are replaced.
+        never_halts: generation goes on through weight updates.
     """
 
-    mode: str
-    keeps: bool
-    refill: bool
-    needed: int
-    oversample: float
-    max_staleness: int
-    steps: int
-
-    @classmethod
-    def of(cls, cfg: Config) -> Pace:
-        """As the run's configuration says."""
-        r = cfg.rollout
-        return cls(
-            mode=r.mode,
-            keeps=r.partial_rollouts or r.mode == "async",
-            refill=r.dynamic_sampling == "refill",
-            needed=r.groups_per_step,
-            oversample=r.oversample,
-            max_staleness=r.max_staleness,
-            steps=cfg.steps,
-        )
-
-    @property
-    def round(self) -> int:
-        """Groups whose responses run at once for one batch."""
-        return capacity_of(self.needed, self.oversample, 0)
-
-    @property
-    def capacity(self) -> int:
-        """Groups alive at once."""
-        return capacity_of(self.needed, self.oversample, self.max_staleness)
-
-    @property
-    def never_halts(self) -> bool:
-        """Whether generation goes on through weight updates."""
-        return self.mode == "async"
+    def __init__(self, cfg: Config) -> None:
+        self._rollout, self._steps = cfg.rollout, cfg.steps
+        self.needed, oversample = cfg.rollout.groups_per_step, cfg.rollout.oversample
+        self.round = capacity_of(self.needed, oversample, 0)
+        self.capacity = capacity_of(self.needed, oversample, cfg.rollout.max_staleness)
+        self.never_halts = cfg.rollout.mode == "async"
+        self.keeps = cfg.rollout.partial_rollouts or self.never_halts
+        self.refill = cfg.rollout.dynamic_sampling == "refill"
 
     def batches(self, step: int, chosen: bool) -> int:
-        """Batches that are wanted now, that of `step` included; `chosen`: it is there already.
-
-        >>> from dataclasses import replace
-        >>> pace = Pace("one_step_off", False, False, 8, 1.0, 2, steps=10)
-        >>> pace.batches(3, chosen=False), pace.batches(3, chosen=True), pace.batches(9, chosen=True)
-        (1, 2, 1)
-        >>> replace(pace, mode="async").batches(3, chosen=False)
-        3
-        """
-        if chosen and step + 1 >= self.steps:
+        """Batches that are wanted now, that of `step` included; `chosen`: it is there already."""
+        if chosen and step + 1 >= self._steps:
             return 1
-        return {"sync": 1, "one_step_off": 2 if chosen else 1, "async": self.max_staleness + 1}[self.mode]
+        wanted = {"sync": 1, "one_step_off": 2 if chosen else 1, "async": self._rollout.max_staleness + 1}
+        return wanted[self._rollout.mode]
 
     def missing(self, step: int, chosen: bool, usable: int) -> int:
         """Groups still wanted when `usable` finished ones are there, those of a chosen batch among them; 0 = none."""
@@ -112,7 +74,7 @@ class Pace:
             finished=finished,
             in_flight=alive - usable,
             capacity=batches * self.round,
-            oversample=1.0 if self.never_halts else self.oversample,
+            oversample=1.0 if self.never_halts else self._rollout.oversample,
             refill=self.refill,
         )
 

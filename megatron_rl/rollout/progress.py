@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from .pool import Choice
@@ -27,7 +27,8 @@ class StepProgress:
     status: Status = "waiting"
     message: str = ""
     choice: Choice | None = None
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`rollout/...` numbers of the choice."""
 
 
 class Maker(Protocol):

@@ -106,8 +106,7 @@ class ControllerClient:
             start: the step of these weights may be sampled now.
             repaired: the engines at `serving` have been given them later than the others, of which nothing is said.
         """
-        urls = None if serving is None else list(serving)
-        body = {"version": version, "serving": urls, "checksum": checksum, "start": start, "repaired": repaired}
+        body = {"version": version, "serving": serving, "checksum": checksum, "start": start, "repaired": repaired}
         self._post("/v1/weights", body)
 
     def wait_update(self, version: int, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> None:

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +323,7 @@ class Replicas:
         method = "GET" if body is None else "POST"
         async with asyncio.timeout(timeout_s), self._session.request(method, url + path, json=body) as response:
             answer = await response.read()
-        if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        if response.status in (401, 403):
             raise Misfit(
                 f"{path} says HTTP {response.status}: {error_text(answer)}; start it and the run with one "
                 "engine.api_key_file"

@@ -22,8 +22,6 @@ class Router:
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
-        if not urls:
-            raise ValueError("a router needs at least one engine; set engine.urls, or let the run start engines")
         self._load = dict.fromkeys(urls, 0)
         self._foreign = dict.fromkeys(urls, 0)
         self._serving = set(urls)
@@ -90,8 +88,6 @@ class Gate:
 
 class Ticket:
     """Room for `share` sequences, once it is admitted."""
-
-    __slots__ = ("_gate", "_turn", "admitted", "closed", "share")
 
     def __init__(self, gate: Gate, share: int) -> None:
         self._gate, self.share = gate, share

@@ -52,19 +52,6 @@ def sample_name(group_id: int, index: int, kind: str = "s") -> str:
     return f"{group_name(group_id, kind)}{index:0{SAMPLE_DIGITS}d}."
 
 
-def request_name(sample_id: str, attempt: int) -> str:
-    """`s000001234-003.0007`: the sample's id and the number of the request for it.
-
-    No two requests of a sample have the same name, so that a late answer or abort never meets a later request.
-    """
-    if not 0 <= attempt < 10**ATTEMPT_DIGITS:
-        raise ValueError(
-            f"{sample_id}: request {attempt} for one response does not fit {ATTEMPT_DIGITS} digits; "
-            "raise rollout.segment_tokens"
-        )
-    return f"{sample_id}{attempt:0{ATTEMPT_DIGITS}d}"
-
-
 def group_of(sample_id: str) -> str:
     """The group's name, with which the sample's id begins."""
     return sample_id[: -1 - SAMPLE_DIGITS]
@@ -107,9 +94,17 @@ class Sample:
     routes: list[RoutePart] = field(default_factory=list)
 
     def next_request(self) -> str:
-        """A name for a request that no other request for this sample has had."""
+        """`s000001234-003.0007`, a name that no other request for this sample has had.
+
+        So a late answer or abort never meets a later request. Raises ValueError when there are no names left.
+        """
+        if self.attempts >= 10**ATTEMPT_DIGITS:
+            raise ValueError(
+                f"{self.id}: request {self.attempts} for one response does not fit {ATTEMPT_DIGITS} digits; "
+                "raise rollout.segment_tokens"
+            )
         self.attempts += 1
-        return request_name(self.id, self.attempts - 1)
+        return f"{self.id}{self.attempts - 1:0{ATTEMPT_DIGITS}d}"
 
     def append(
         self,
@@ -301,11 +296,6 @@ class Group:
         return all(s.finished for s in self.samples)
 
     @property
-    def correctness(self) -> NDArray[np.float64]:
-        """Raw correctness of every sample, float64 [G]."""
-        return np.array([s.correctness for s in self.samples], np.float64)
-
-    @property
     def informative(self) -> bool:
         """Whether raw correctness varies, see `algorithms.dynamic.is_informative`."""
         return is_informative(s.correctness for s in self.samples)
@@ -313,8 +303,8 @@ class Group:
     @property
     def pass_rate(self) -> float:
         """Mean raw correctness of the samples that could be judged; NaN without any."""
-        known = self.correctness[np.isfinite(self.correctness)]
-        return float(known.mean()) if len(known) else float("nan")
+        known = [s.correctness for s in self.samples if np.isfinite(s.correctness)]
+        return float(np.mean(known)) if known else float("nan")
 
     @property
     def version_first(self) -> int:

@@ -50,7 +50,7 @@ class Scheduler:
     """
 
     def __init__(self, cfg: Config, pool: GroupPool, maker: Maker) -> None:
-        self._cfg, self.pool, self._maker, self.pace = cfg, pool, maker, Pace.of(cfg)
+        self._cfg, self.pool, self._maker, self.pace = cfg, pool, maker, Pace(cfg)
         self._tasks: dict[asyncio.Task[Group], int] = {}
         self._done: list[asyncio.Task[Group]] = []
         self._ending: set[int] = set()
@@ -77,7 +77,10 @@ class Scheduler:
                 self._start()
                 await self._wait()
         except Exception as error:
-            self._fail(f"{self._where()}: {error}", error)
+            step, done, needed = self.progress.step, self.counts()["groups_done"], self.pace.needed
+            self.progress.status = "failed"
+            self.progress.message = f"step {step}: {done} of {needed} groups: {error}"
+            log.exception("%s", self.progress.message)
         finally:
             await self._drain()
 
@@ -163,7 +166,7 @@ class Scheduler:
         )
         everything = self.pace.never_halts and self._missing > 0
         while (everything or room > 0) and (group := pool.resume()) is not None:
-            self._seen.resume(group)
+            self._seen.resumed_tokens += tokens_of(group)
             room -= 0 if everything else len(group.unfinished)
             self._work(group.id, group)
         for _ in range(min(math.ceil(room / size), self._budget - self._seen.started)):
@@ -248,7 +251,7 @@ class Scheduler:
     @property
     def _oldest(self) -> int:
         """The oldest version of a token in the next batch that is chosen."""
-        return self.progress.step + (self.progress.choice is not None) - self.pace.max_staleness
+        return self.progress.step + (self.progress.choice is not None) - self._cfg.rollout.max_staleness
 
     @property
     def _budget(self) -> int:
@@ -272,7 +275,7 @@ class Scheduler:
         waiting = [g for g in self.pool.finished.values() if g.id not in looked_at]
         others = [*waiting, *self.pool.partials.values(), *self._at_work()]
         step = self.progress.step
-        return found | staleness_of_batch(ages, others, self._seen, choice, step, pace.max_staleness, masked)
+        return found | staleness_of_batch(ages, others, self._seen, choice, step, rollout.max_staleness, masked)
 
     def _at_work(self) -> list[Group]:
         """Groups in flight that have a token."""
@@ -371,8 +374,6 @@ class Scheduler:
         begun = bool(group.unfinished) and any(s.temperature != rollout.temperature for s in group.samples)
         return begun or len(group.samples) != rollout.group_size
 
-    # ---- what is told about it
-
     def counts(self) -> dict[str, int]:
         """Progress of the present step, cheap."""
         pool, progress, usable = self.pool, self.progress, self.pool.usable_count
@@ -385,16 +386,3 @@ class Scheduler:
             "groups_suspended": len(pool.partials),
             "groups_started": progress.seen.started,
         }
-
-    def metrics(self) -> dict[str, float]:
-        """`rollout/...` numbers of a ready step."""
-        self.ready(self.progress.step)
-        return dict(self.progress.metrics or {})
-
-    def _where(self) -> str:
-        counts = self.counts()
-        return f"step {self.progress.step}: {counts['groups_done']} of {counts['groups_needed']} groups"
-
-    def _fail(self, message: str, error: Exception | None = None) -> None:
-        log.error("%s", message, exc_info=error)
-        self.progress.status, self.progress.message = "failed", message

@@ -29,10 +29,6 @@ class Seen:
     stale_groups: int = 0
     pass_rates: Counter[float] = field(default_factory=Counter)
 
-    def resume(self, group: Group) -> None:
-        """A group goes on with what it has."""
-        self.resumed_tokens += tokens_of(group)
-
     def finish(self, group: Group) -> None:
         """A group is judged."""
         self.finished += 1

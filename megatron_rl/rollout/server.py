@@ -86,14 +86,7 @@ class _Routes:
         return _json({"step": self._controller.scheduler.progress.step, "ledger": self._controller.ledger})
 
     async def weights(self, request: web.Request) -> web.Response:
-        body = await _body(request)
-        self._controller.publish(
-            int(body["version"]),
-            body.get("serving"),
-            body.get("checksum"),
-            start=bool(body.get("start", True)),
-            repaired=bool(body.get("repaired", False)),
-        )
+        self._controller.publish(**await _body(request))
         return _json({})
 
     async def update(self, request: web.Request) -> web.Response:

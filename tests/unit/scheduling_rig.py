@@ -169,7 +169,7 @@ class Run:
         self.scheduler = self.new()
 
     def new(self) -> Scheduler:
-        pace = Pace.of(self.cfg)
+        pace = Pace(self.cfg)
         return Scheduler(
             self.cfg, GroupPool(PromptCursor(self.prompts, seed=0), pace.capacity, pace.refill), self.maker
         )
@@ -235,7 +235,7 @@ class Run:
             retired=[],
             waited=waited,
             held=0.0,
-            metrics=self.scheduler.metrics(),
+            metrics=self.scheduler.progress.metrics,
             staleness=ages,
             trained_staleness=[age[s.loss_mask] for age, s in zip(ages, samples, strict=True)],
             lengths=[sample.response_length for sample in samples],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_rl.config import Config, validate
+from megatron_rl.config import Config
 from megatron_rl.data import PromptCursor
 from megatron_rl.rollout.pace import Pace
 from megatron_rl.rollout.pool import GroupPool
@@ -18,23 +18,13 @@ from megatron_rl.rollout.progress import StepConflict
 from megatron_rl.rollout.protocol import EngineError
 from megatron_rl.rollout.sample import Group, Span
 from megatron_rl.rollout.scheduler import Scheduler
+from tests.unit import scheduling_rig
 
 SIZE = 4
 
 
 def config(deterministic: bool = False, steps: int = 3, **rollout: Any) -> Config:
-    values = {"groups_per_step": 4, "group_size": SIZE, "step_timeout_s": 20.0, **rollout}
-    return validate(
-        {
-            "run_dir": "unused",
-            "steps": steps,
-            "deterministic": deterministic,
-            "model": {"path": "unused"},
-            "data": {"prompts": "unused"},
-            "reward": {"components": [{"name": "sorting"}]},
-            "rollout": values,
-        }
-    )
+    return scheduling_rig.config(steps, deterministic, **{"group_size": SIZE, "step_timeout_s": 20.0, **rollout})
 
 
 def judged(group_id: int, version: int, right: int) -> Group:
@@ -71,7 +61,7 @@ def maker(right: Callable[[int], int], jitter: random.Random | None = None) -> C
 
 
 def scheduler_of(cfg: Config, make: Callable[..., Awaitable[Group]], prompts: int = 1000) -> Scheduler:
-    pace = Pace.of(cfg)
+    pace = Pace(cfg)
     pool = GroupPool(PromptCursor(prompts, seed=0), pace.capacity, pace.refill)
     return Scheduler(cfg, pool, FakeMaker(make))
 
@@ -82,6 +72,20 @@ async def until_settled(scheduler: Scheduler, step: int) -> str:
             await asyncio.sleep(0)
     assert scheduler.progress.step == step
     return scheduler.progress.status
+
+
+def failure(scheduler: Scheduler) -> str:
+    """The message with which step 0 fails, and nothing runs on."""
+
+    async def run() -> int:
+        loop = asyncio.create_task(scheduler.run())
+        scheduler.publish(0)
+        assert await until_settled(scheduler, 0) == "failed"
+        await asyncio.wait_for(loop, 5)
+        return len(asyncio.all_tasks()) - 1
+
+    assert asyncio.run(run()) == 0
+    return scheduler.progress.message
 
 
 async def train(scheduler: Scheduler, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
@@ -96,7 +100,7 @@ async def train(scheduler: Scheduler, first: int = 0, last: int | None = None) -
             batch = scheduler.batch(step)
             assert {g.version_first for g in batch} == {step}, "a surplus of older weights was trained on"
             facts = {"batch": [g.id for g in batch], "informative": all(g.informative for g in batch)}
-            facts |= {"metrics": scheduler.metrics(), "started": scheduler.progress.seen.started}
+            facts |= {"metrics": scheduler.progress.metrics, "started": scheduler.progress.seen.started}
             await asyncio.sleep(0.01)  # what is not needed is ended beside the training
             facts["retired"] = [g.id for g in scheduler.retire(step)]
             steps.append(facts)
@@ -153,22 +157,13 @@ def test_prompts_start_anew_when_they_are_used_up():
     records = [[scheduler.pool.record_index(i) for i in range(n, n + 3)] for n in (0, 3, 6)]
     asyncio.run(train(scheduler))
     assert [sorted(epoch) for epoch in records] == [[0, 1, 2]] * 3
-    assert scheduler.pool.cursor.epoch == 4
+    assert scheduler.pool.cursor.drawn == 4 * 3
 
 
 def test_a_run_without_informative_groups_stops_and_shows_the_pass_rates():
     cfg = config(dynamic_sampling="refill", max_sample_rounds=3, oversample=1.5)
     scheduler = scheduler_of(cfg, maker(lambda i: SIZE if i % 2 else 0, random.Random(0)))
-
-    async def run() -> str:
-        loop = asyncio.create_task(scheduler.run())
-        scheduler.publish(0)
-        status = await until_settled(scheduler, 0)
-        await asyncio.wait_for(loop, 5)
-        return status
-
-    assert asyncio.run(run()) == "failed"
-    message = scheduler.progress.message
+    message = failure(scheduler)
     assert "step 0: 0 of 4 groups" in message
     assert "rollout.max_sample_rounds=3" in message
     assert "0: 9, 1: 9" in message
@@ -195,17 +190,7 @@ def without_rewards() -> Callable[..., Awaitable[Group]]:
     ],
 )
 def test_a_step_in_which_every_verification_failed_ends_the_run(mode, expected):
-    scheduler = scheduler_of(config(dynamic_sampling=mode, max_sample_rounds=2), without_rewards())
-
-    async def run() -> str:
-        loop = asyncio.create_task(scheduler.run())
-        scheduler.publish(0)
-        status = await until_settled(scheduler, 0)
-        await asyncio.wait_for(loop, 5)
-        return status
-
-    assert asyncio.run(run()) == "failed"
-    assert expected in scheduler.progress.message
+    assert expected in failure(scheduler_of(config(dynamic_sampling=mode, max_sample_rounds=2), without_rewards()))
 
 
 def fail_at(group_id: int, error: Exception) -> Callable[..., Awaitable[Group]]:
@@ -220,33 +205,15 @@ def fail_at(group_id: int, error: Exception) -> Callable[..., Awaitable[Group]]:
 
 def test_an_engine_that_fails_fails_the_step_with_its_message_and_nothing_runs_on():
     scheduler = scheduler_of(config(), fail_at(2, EngineError("engine http://x: gone")))
-
-    async def run() -> tuple[str, int]:
-        loop = asyncio.create_task(scheduler.run())
-        scheduler.publish(0)
-        status = await until_settled(scheduler, 0)
-        await asyncio.wait_for(loop, 5)
-        return status, len(asyncio.all_tasks()) - 1
-
-    assert asyncio.run(run()) == ("failed", 0)
-    assert scheduler.progress.message == "step 0: 0 of 4 groups: engine http://x: gone"
+    assert failure(scheduler) == "step 0: 0 of 4 groups: engine http://x: gone"
     assert scheduler.pool.ledger["waiting"] == 4
     assert not scheduler.pool.in_flight
 
 
 def test_a_step_that_takes_too_long_fails_and_says_which_deadline_it_was():
-    scheduler = scheduler_of(config(step_timeout_s=0.1), fail_at(-1, ValueError()))
-
-    async def run() -> str:
-        loop = asyncio.create_task(scheduler.run())
-        scheduler.publish(0)
-        status = await until_settled(scheduler, 0)
-        await asyncio.wait_for(loop, 5)
-        return status
-
-    assert asyncio.run(run()) == "failed"
-    assert "0 of 4 groups" in scheduler.progress.message
-    assert "within 0.1 s (rollout.step_timeout_s)" in scheduler.progress.message
+    message = failure(scheduler_of(config(step_timeout_s=0.1), fail_at(-1, ValueError())))
+    assert "0 of 4 groups" in message
+    assert "within 0.1 s (rollout.step_timeout_s)" in message
 
 
 def test_what_was_not_needed_is_given_back_and_comes_first_in_the_next_step():

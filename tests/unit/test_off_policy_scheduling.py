@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.rollout.pace import Pace
 from megatron_rl.rollout.pool import GroupPool
 from megatron_rl.rollout.progress import StepConflict
 from megatron_rl.rollout.sample import Group, Sample
@@ -40,6 +41,12 @@ def drawn(seed: int, median: float = 12.0, spread: float = 0.9, size: int = 2) -
 def settings_of(mode: str, staleness: int, policy: str, **more: Any) -> dict[str, Any]:
     off_policy = {} if mode == "sync" else {"max_staleness": staleness, "stale_policy": policy}
     return {**MODES[mode], **off_policy, **more}
+
+
+@pytest.mark.parametrize(("mode", "batches"), [("sync", [1, 1, 1]), ("one_step_off", [1, 2, 1]), ("async", [3, 3, 1])])
+def test_batches_that_are_wanted_before_and_behind_a_choice_and_behind_the_last_one(mode, batches):
+    pace = Pace(config(10, **settings_of(mode, 2, "drop")))
+    assert [pace.batches(3, chosen=False), pace.batches(3, chosen=True), pace.batches(9, chosen=True)] == batches
 
 
 @settings(max_examples=60, deadline=None)

@@ -182,7 +182,7 @@ def test_an_engine_without_the_weights_is_named_until_it_was_given_them(tmp_path
 
 def test_who_holds_weights_and_their_checksum_reach_the_controller(tmp_path, monkeypatch):
     told = []
-    controller = SimpleNamespace(publish=lambda *words, **more: told.append((words, more)))
+    controller = SimpleNamespace(publish=lambda **words: told.append(words))
     routes = _Routes(controller)
 
     def post(path, body):
@@ -193,8 +193,8 @@ def test_who_holds_weights_and_their_checksum_reach_the_controller(tmp_path, mon
     client.set_weights_version(3)
     client.set_weights_version(4, ["http://a"], "sum", start=False, repaired=True)
     assert told == [
-        ((3, None, None), {"start": True, "repaired": False}),
-        ((4, ["http://a"], "sum"), {"start": False, "repaired": True}),
+        {"version": 3, "serving": None, "checksum": None, "start": True, "repaired": False},
+        {"version": 4, "serving": ["http://a"], "checksum": "sum", "start": False, "repaired": True},
     ]
 
 
