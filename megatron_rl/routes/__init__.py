@@ -4,7 +4,6 @@ Rows never travel with samples: client workers write them, references travel, an
 Nothing but numpy and files is known here.
 """
 
-from .store import RoutePart, RoutesError, RouteStore
-from .stored import StoredRoutes
+from .store import RoutePart, RoutesError, RouteStore, StoredRoutes
 
 __all__ = ["RoutePart", "RouteStore", "RoutesError", "StoredRoutes"]

@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,6 +180,25 @@ class RouteStore:
             sync(self.folder / name)
         if files:
             sync(self.folder)
+
+
+class StoredRoutes:
+    """Routes of the sequences of one batch, read when they are asked for; `parts[i]` are those of sequence i."""
+
+    def __init__(self, store: RouteStore, parts: Sequence[Sequence[RoutePart]]) -> None:
+        self._store, self._parts = store, parts
+
+    def __len__(self) -> int:
+        """Sequences."""
+        return len(self._parts)
+
+    def rows(self, sequence: int, layers: Sequence[int], begin: int, end: int) -> NDArray[np.int16]:
+        """Tokens [begin, end) of a sequence, int16 [layers, end - begin, top_k]; see `RouteStore.read`."""
+        return self._store.read(self._parts[sequence], layers, begin, end)
+
+    def select(self, indices: Iterable[int]) -> StoredRoutes:
+        """The sequences at `indices`, in that order."""
+        return StoredRoutes(self._store, [self._parts[i] for i in indices])
 
 
 def id_dtype(num_experts: int) -> np.dtype[Any]:
