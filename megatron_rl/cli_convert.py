@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -270,10 +271,7 @@ def diff(
 
     opened = [open_checkpoint(path) for path in (first, second)]
     beside = hf or next((side.companions for side in opened if side.companions is not None), None)
-    left, right = (
-        open_checkpoint(path, None if side.companions else beside)
-        for path, side in zip((first, second), opened, strict=True)
-    )
+    left, right = (replace(side, companions=side.companions or beside) for side in opened)
     with progress("compare", total_size(left, right)) as advance:
         found = compare(left, right, advance)
     table = _table("tensor", "max abs", "max rel", "")

@@ -7,7 +7,7 @@ multiplied by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,9 @@ def quantization_config() -> dict[str, Any]:
     }
 
 
-def names_in_blocks(names: Iterable[str]) -> list[str]:
+def names_in_blocks(names: Set[str]) -> set[str]:
     """Those of a checkpoint's tensors that are matrices in blocks: their scales lie beside them."""
-    present = set(names)
-    scales = (name for name in present if name.endswith(SUFFIX))
-    return sorted(scale.removesuffix(SUFFIX) for scale in scales if scale.removesuffix(SUFFIX) in present)
+    return {name for name in names if name + SUFFIX in names}
 
 
 def scale_shape(rows: int, columns: int) -> tuple[int, int]:

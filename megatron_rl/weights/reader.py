@@ -1,8 +1,9 @@
-"""Reads slices of tensors out of a directory of safetensors files; what the names mean is not known here."""
+"""A directory of safetensors files: how it is laid out, and how slices are read; what names mean is not known here."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.weights import WeightsError
@@ -84,6 +85,16 @@ class SafetensorsReader:
             return read_header(path)
         except OSError as error:
             raise WeightsError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+
+
+def file_name(number: int, count: int) -> str:
+    """Of file `number`, from 1, of `count`."""
+    return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def index_of(where: Mapping[str, str], size: int) -> str:
+    """The index, as text: `where` is the file of each tensor, `size` the bytes of all."""
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}, indent=2)
 
 
 def some_names(names: set[str], shown: int = 5) -> str:

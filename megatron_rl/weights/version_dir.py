@@ -13,7 +13,6 @@ On disk, below `RUN/weights`:
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -31,7 +30,7 @@ from megatron_rl.weights.buckets import write_safetensors
 from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.export import MIB, ExportPlan, export_buckets, plan_export
 from megatron_rl.weights.place import Place
-from megatron_rl.weights.reader import INDEX, SINGLE
+from megatron_rl.weights.reader import INDEX, SINGLE, file_name, index_of
 from megatron_rl.weights.safetensors_file import read_header
 
 if TYPE_CHECKING:
@@ -125,8 +124,7 @@ def _write_stage(plan: ExportPlan, place: Place, counts: Sequence[int], writing:
     first, total = sum(counts[: place.stage]), sum(counts)
     for number, (bucket, flat) in enumerate(export_buckets(plan, "cpu" if place.sends else None, place), first + 1):
         if flat is not None:
-            name = SINGLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-            write_safetensors(writing / name, bucket, flat)
+            write_safetensors(writing / file_name(number, total), bucket, flat)
 
 
 def _write_index(writing: Path) -> None:
@@ -139,8 +137,7 @@ def _write_index(writing: Path) -> None:
         tensors = read_header(file)
         weight_map |= dict.fromkeys(tensors, file.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_atomic(writing / INDEX, json.dumps(content, indent=2))
+    write_atomic(writing / INDEX, index_of(weight_map, total))
 
 
 def _move_into_place(writing: Path, out_dir: Path) -> None:

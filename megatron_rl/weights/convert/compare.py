@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -67,15 +67,15 @@ def _sides(first: Opened, second: Opened) -> tuple[Mapping[str, Rows], Mapping[s
         return first.reader.every_plane(), second.reader.every_plane()
     # Numbers in blocks of fp8 as a conversion to the other side's dtype would write them; of both sides, exactly.
     wide = torch.float32
-    sides = [side.plain(wide) if first.is_hf == second.is_hf else side.as_hf(wide) for side in (first, second)]
-    left, right = (
-        {
-            name: cast_rows(tensor, other[name].dtype) if name in side.in_blocks and name in other else tensor
-            for name, tensor in own.items()
-        }
-        for side, own, other in ((first, sides[0], sides[1]), (second, sides[1], sides[0]))
-    )
-    return left, right
+    left, right = (side.plain(wide) if first.is_hf == second.is_hf else side.as_hf(wide) for side in (first, second))
+    return _rounded(left, first.in_blocks, right), _rounded(right, second.in_blocks, left)
+
+
+def _rounded(own: Mapping[str, Rows], in_blocks: Set[str], other: Mapping[str, Rows]) -> dict[str, Rows]:
+    return {
+        name: cast_rows(tensor, other[name].dtype) if name in in_blocks and name in other else tensor
+        for name, tensor in own.items()
+    }
 
 
 def _difference(left: Rows, right: Rows, advance: Advance) -> Difference:

@@ -16,7 +16,7 @@ from megatron_rl.weights.buckets import TensorSpec, plan_buckets
 from megatron_rl.weights.companions import CONFIG, copy_companions
 from megatron_rl.weights.convert.one_file import PlannedFile
 from megatron_rl.weights.convert.tensors import Rows
-from megatron_rl.weights.reader import INDEX, SINGLE
+from megatron_rl.weights.reader import INDEX, file_name, index_of
 from megatron_rl.weights.safetensors_file import header_of
 
 SHARD_BYTES = 5 * 10**9
@@ -43,12 +43,8 @@ class HfTarget:
         self._beside = beside
         self._dtype = dtype or largest_part(tensors.values())
         buckets = plan_buckets(([TensorSpec(name, t.shape, t.dtype)] for name, t in tensors.items()), shard_bytes)
-        count = len(buckets)
         self.files = [
-            PlannedFile(
-                SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
-                tuple(tensors[spec.name] for spec in bucket.tensors),
-            )
+            PlannedFile(file_name(number, len(buckets)), tuple(tensors[spec.name] for spec in bucket.tensors))
             for number, bucket in enumerate(buckets, 1)
         ]
 
@@ -56,15 +52,10 @@ class HfTarget:
         return _SafetensorsWriter(file, stream)
 
     def finish(self, folder: Path, records: Mapping[str, Any]) -> None:
+        where = {tensor.name: file.name for file in self.files for tensor in file.tensors}
         if len(self.files) > 1:
-            where = {tensor.name: file.name for file in self.files for tensor in file.tensors}
-            content = {
-                "metadata": {"total_size": sum(file.size for file in self.files)},
-                "weight_map": dict(sorted(where.items())),
-            }
-            write_atomic(folder / INDEX, json.dumps(content, indent=2))
-        names = {tensor.name for file in self.files for tensor in file.tensors}
-        copy_companions(self._beside, folder, self._dtype, _has_further_layers(names, self._beside))
+            write_atomic(folder / INDEX, index_of(where, sum(file.size for file in self.files)))
+        copy_companions(self._beside, folder, self._dtype, _has_further_layers(where, self._beside))
 
 
 def _has_further_layers(names: Iterable[str], beside: Path) -> bool:

@@ -59,7 +59,7 @@ def write_file(
     partial.parent.mkdir(parents=True, exist_ok=True)
     not_finite: list[str] = []
     with open(partial, "wb", buffering=0) as raw:
-        stream = _Hashing(_Whole(raw))  # type: ignore[arg-type]
+        stream = _Stream(raw)
         writer = begin(file, stream)  # type: ignore[arg-type]
         for tensor, first, data in _all_blocks(file.tensors):
             if not is_finite(data) and tensor.name not in not_finite:
@@ -79,25 +79,8 @@ def write_file(
     return {"size": size, "xxh3_128": stream.state.hexdigest(), "record": record, "not_finite": not_finite}
 
 
-class _Hashing:
-    """A stream that remembers the hash of what was written to it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.state = file, xxhash.xxh3_128()
-
-    def write(self, data: Any) -> int:
-        self.state.update(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-class _Whole:
-    """An unbuffered file whose `write` takes everything it is given, and which does not stay in the page cache.
+class _Stream:
+    """An unbuffered file whose `write` takes all it is given and hashes it, and which does not stay in the page cache.
 
     Written in steps of a megabyte: the kernel takes several times as long for the pages of larger ones. What was
     written is sent to the disk meanwhile, and given back when it is there, so that the last fsync waits for little and
@@ -105,9 +88,10 @@ class _Whole:
     """
 
     def __init__(self, raw: Any) -> None:
-        self._raw, self._sent = raw, 0
+        self._raw, self._sent, self.state = raw, 0, xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
+        self.state.update(data)
         view = memoryview(data).cast("B")
         size = len(view)
         while view:

@@ -62,9 +62,9 @@ class Opened:
         return read_hf_config(self.companions)
 
     @property
-    def in_blocks(self) -> list[str]:
+    def in_blocks(self) -> set[str]:
         """Names of a Hugging Face directory's matrices that are stored in blocks of fp8."""
-        return [] if isinstance(self.reader, TorchDistReader) else names_in_blocks(self.reader.names)
+        return set() if isinstance(self.reader, TorchDistReader) else names_in_blocks(self.reader.names)
 
     def plain(self, dtype: torch.dtype | None = None) -> dict[str, Rows]:
         """A Hugging Face directory's tensors by name, without blocks of fp8: those as numbers of `dtype`.

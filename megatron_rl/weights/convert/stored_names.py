@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
 
 LAYERS = "decoder.layers."
-_IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_IN_LAYER = re.compile(r"decoder\.layers\.(?:\d+\.)?(.+)")
 _STORED = {local: stored for stored, local in FUSED_NORMS.items()}
 _EXPERTS = "mlp.experts.experts."
 
@@ -62,10 +62,8 @@ def parameter_at(name: str, index: tuple[int, ...]) -> Parameter:
     match = _IN_LAYER.fullmatch(name)
     if match is None:
         return Parameter(name, None, None)
-    suffix = FUSED_NORMS.get(match[2], match[2])
-    expert = index[-1] if suffix.startswith(_EXPERTS) and index else None
-    layer = int(match[1]) if match[1] else (index[0] if index else None)
-    return Parameter(suffix.replace(_EXPERTS, "mlp.experts."), layer, expert)
+    suffix = FUSED_NORMS.get(match[1], match[1]).replace(_EXPERTS, "mlp.experts.")
+    return Parameter(suffix, layer_at(name, index), expert_at(name, index))
 
 
 def without_number(name: str) -> str:

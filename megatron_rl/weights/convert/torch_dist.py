@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.read_sums import ReadSums
 from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, UnknownName, read_array, read_metadata
-from megatron_rl.weights.convert.stored_names import LAYERS, Parameter, parameter_at
+from megatron_rl.weights.convert.stored_names import LAYERS, Parameter, parameter_at, without_number
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.safetensors_file import read_elements
 
@@ -153,7 +153,7 @@ class StoredTensor:
     @cached_property
     def planes(self) -> list[Plane]:
         """The tensor as matrices or vectors: one for each layer, and for each expert where there are any."""
-        layered = LAYERS in self.name and not self.name.partition(LAYERS)[2].partition(".")[0].isdigit()
+        layered = LAYERS in self.name and without_number(self.name) == self.name
         if not self.shape:
             raise WeightsError(f"{self.name}: a single number, which is not read from a Megatron checkpoint")
         lead = max(1 if layered and len(self.shape) > 1 else 0, len(self.shape) - 2)
@@ -277,8 +277,11 @@ class TorchDistReader:
     @property
     def files(self) -> list[Path]:
         """All files that the metadata names, in order."""
-        places = [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
-        return sorted({place.file for place in [*places, *self.objects.values()]})
+        return sorted({place.file for place in self._places()})
+
+    def _places(self) -> list[Place]:
+        chunks = [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
+        return [*chunks, *self.objects.values()]
 
     def _metadata(self) -> Any:
         file = self.path / METADATA
@@ -304,10 +307,7 @@ class TorchDistReader:
 
     def _check_sizes(self) -> None:
         ends: dict[Path, int] = {}
-        for place in [
-            *(chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks),
-            *self.objects.values(),
-        ]:
+        for place in self._places():
             ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
         for file, end in ends.items():
             if not file.is_file():
