@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from megatron_rl.config import HfConfig, read_hf_config
+from megatron_rl.weights import safetensors_file
+from megatron_rl.weights.convert import torch_dist
 from megatron_rl.weights.convert.actions import Conversion
 from megatron_rl.weights.convert.job import Outcome
 from megatron_rl.weights.families import family_of
@@ -22,6 +25,23 @@ def silent(size: int) -> None:
 def convert(plan: Conversion, allow_nan: bool = False) -> Outcome:
     """Run a plan."""
     return plan.run(silent, allow_nan)
+
+
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every read of numbers from now on; the directories of archives do not count."""
+    found: list[int] = []
+    original = safetensors_file.read_elements
+
+    def recording(
+        file: Path, offset: int, first: int, count: int, dtype: torch.dtype, more_follows: bool = True
+    ) -> torch.Tensor:
+        if dtype.is_floating_point:
+            found.append(count * dtype.itemsize)
+        return original(file, offset, first, count, dtype, more_follows)
+
+    for module in (safetensors_file, torch_dist):
+        monkeypatch.setattr(module, "read_elements", recording)
+    return found
 
 
 def write_config(path: Path, **settings: Any) -> HfConfig:

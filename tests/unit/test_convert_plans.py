@@ -10,14 +10,14 @@ from huggingface_hub import constants
 
 from megatron_rl.config import read_hf_config
 from megatron_rl.config.shards import num_parameters
-from megatron_rl.weights import WeightsError, safetensors_file
-from megatron_rl.weights.convert import actions, forecast, torch_dist
+from megatron_rl.weights import WeightsError
+from megatron_rl.weights.convert import actions, forecast
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.forecast import rank_shares, seconds_per_byte
 from megatron_rl.weights.convert.hub import local_path
 from megatron_rl.weights.convert.opened import open_checkpoint
 from megatron_rl.weights.convert.torch_dist_target import Slab
-from tests.convert_models import convert, write_model
+from tests.convert_models import convert, record_reads, write_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 
@@ -67,21 +67,10 @@ def test_a_forecast_counts_the_reads_that_a_conversion_makes(
     else:
         dtype = torch.float8_e4m3fn if verb == "fp8" else torch.float16
         plan = actions.cast(open_checkpoint(tmp_path / "hf"), tmp_path / "out", dtype, 4000)
-    reads, sizes = [0], [0]
-    original = safetensors_file.read_elements
-
-    def counting(
-        file: Path, offset: int, first: int, count: int, dtype: torch.dtype, more_follows: bool = True
-    ) -> torch.Tensor:
-        if dtype.is_floating_point:  # not the archives' directories
-            reads[0], sizes[0] = reads[0] + 1, sizes[0] + count * dtype.itemsize
-        return original(file, offset, first, count, dtype, more_follows)
-
-    for module in (safetensors_file, torch_dist):
-        monkeypatch.setattr(module, "read_elements", counting)
     (expected,) = rank_shares(plan.target, 1)
+    reads = record_reads(monkeypatch)
     convert(plan)
-    assert (expected.reads, expected.read) == (reads[0], sizes[0])
+    assert (expected.reads, expected.read) == (len(reads), sum(reads))
 
 
 def test_the_trial_takes_a_part_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore
 
+from megatron_rl.addresses import free_port
 from megatron_rl.cluster.bootstrap import is_launched
-from megatron_rl.cluster.ports import free_port
-from megatron_rl.weights import WeightsError, safetensors_file
+from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert import actions, one_file
 from megatron_rl.weights.convert.actions import Conversion
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
 from megatron_rl.weights.convert.team import Team
-from tests.convert_models import contents, convert, silent, write_model
+from tests.convert_models import contents, convert, record_reads, silent, write_model
 
 
 @pytest.fixture
@@ -61,18 +61,9 @@ def as_ranks(size: int, function: Callable[[Team], object], stale_s: float = 60.
 
 def test_ranks_write_the_bytes_of_one_process_and_read_each_number_once(hf: Path, tmp_path: Path) -> None:
     def run(team: Team) -> tuple[int, int]:
-        read, told = [0], list[int]()
-        original = safetensors_file.read_elements
-
-        def counting(
-            file: Path, offset: int, first: int, count: int, dtype: torch.dtype, more_follows: bool = True
-        ) -> torch.Tensor:
-            read[0] += count * dtype.itemsize
-            return original(file, offset, first, count, dtype, more_follows)
-
-        safetensors_file.read_elements = counting  # this process is a fork
+        reads, told = record_reads(pytest.MonkeyPatch()), list[int]()  # this process is a fork
         cast(hf, tmp_path / "three").run(told.append, team=team)
-        return read[0], sum(told)
+        return sum(reads), sum(told)
 
     alone = cast(hf, tmp_path / "one")
     convert(alone)

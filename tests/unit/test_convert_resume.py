@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_rl.config import read_hf_config
-from megatron_rl.weights import WeightsError, safetensors_file
+from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert import actions, job, journal, one_file, torch_dist
 from megatron_rl.weights.convert.actions import Conversion
 from megatron_rl.weights.convert.cuts import TargetLayout
@@ -22,7 +22,7 @@ from megatron_rl.weights.convert.opened import open_checkpoint
 from megatron_rl.weights.convert.tensors import size_of
 from megatron_rl.weights.families import family_of
 from megatron_rl.weights.safetensors_file import header_of
-from tests.convert_models import contents, convert, write_config, write_model
+from tests.convert_models import contents, convert, record_reads, write_config, write_model
 
 Make = Callable[[Path, Path], Conversion]
 TOOLS: dict[str, Make] = {
@@ -102,15 +102,19 @@ MOMENTS = {
 }
 
 
+def convert_until(moment: str, plan: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a child, which kills itself then."""
+    with monkeypatch.context() as patch:
+        die_when(patch, *MOMENTS[moment])
+        assert in_a_child(lambda: convert(plan)) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_killed_conversion_goes_on_to_the_same_bytes(
     tool: str, moment: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = TOOLS[tool](inputs, tmp_path / "out")
-    with monkeypatch.context() as patch:
-        die_when(patch, *MOMENTS[moment])
-        assert in_a_child(lambda: convert(plan)) == -signal.SIGKILL
+    convert_until(moment, TOOLS[tool](inputs, tmp_path / "out"), monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == [".converting-out"]
     outcome = convert(TOOLS[tool](inputs, tmp_path / "out"))
     assert outcome.kept > 0
@@ -122,9 +126,7 @@ def test_a_killed_conversion_goes_on_to_the_same_bytes(
 def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        die_when(patch, *MOMENTS["complete"])
-        in_a_child(lambda: convert(TOOLS["cast"](inputs, tmp_path / "out")))
+    convert_until("complete", TOOLS["cast"](inputs, tmp_path / "out"), monkeypatch)
     first = sorted((tmp_path / ".converting-out").glob("*.safetensors"))[0]
     damaged = bytearray(first.read_bytes())
     damaged[-1] ^= 1
@@ -137,9 +139,7 @@ def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
 def test_what_another_conversion_left_is_not_taken_over(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        die_when(patch, *MOMENTS["complete"])
-        in_a_child(lambda: convert(TOOLS["average"](inputs, tmp_path / "out")))
+    convert_until("complete", TOOLS["average"](inputs, tmp_path / "out"), monkeypatch)
     assert convert(TOOLS["cast"](inputs, tmp_path / "out")).kept == 0
     convert(TOOLS["cast"](inputs, tmp_path / "whole"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -220,9 +220,7 @@ def test_a_full_disk_is_one_message_and_the_same_command_goes_on(inputs: Path, t
 def test_progress_counts_every_byte_once_also_when_resuming(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        die_when(patch, *MOMENTS["unrecorded"])
-        in_a_child(lambda: convert(TOOLS["cast"](inputs, tmp_path / "out")))
+    convert_until("unrecorded", TOOLS["cast"](inputs, tmp_path / "out"), monkeypatch)
     plan, told = TOOLS["cast"](inputs, tmp_path / "out"), list[int]()
     plan.run(told.append)
     assert sum(told) == plan.size
@@ -232,17 +230,7 @@ def test_progress_counts_every_byte_once_also_when_resuming(
 def test_every_number_of_the_source_is_read_once(
     tool: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, read = TOOLS[tool](inputs, tmp_path / "out"), [0]
-    original = safetensors_file.read_elements
-
-    def counting(
-        file: Path, offset: int, first: int, count: int, dtype: torch.dtype, more_follows: bool = True
-    ) -> torch.Tensor:
-        read[0] += count * dtype.itemsize if dtype.is_floating_point else 0  # not the archives' directories
-        return original(file, offset, first, count, dtype, more_follows)
-
-    for module in (safetensors_file, torch_dist):
-        monkeypatch.setattr(module, "read_elements", counting)
+    plan, reads = TOOLS[tool](inputs, tmp_path / "out"), record_reads(monkeypatch)
     convert(plan)
     hf = read_hf_config(inputs / "hf")
     if tool == "megatron-to-hf":  # the rows that the vocabulary was filled up with are read for their checksum
@@ -250,4 +238,4 @@ def test_every_number_of_the_source_is_read_once(
         numbers = sum(math.prod(tensor.shape) for name, tensor in stored.items() if torch_dist.is_weight(name))
     else:
         numbers = sum(math.prod(shape) for shape in family_of(hf).hf_shapes(hf).values())
-    assert read[0] == 4 * numbers
+    assert sum(reads) == 4 * numbers
