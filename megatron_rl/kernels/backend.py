@@ -7,9 +7,11 @@ only tests set, CPU tensors go to the same Triton kernels, run by Triton's inter
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import Unpack
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -23,7 +25,9 @@ from .linear_statistics import linear_statistics as _linear
 from .token_loss import PolicyLossOutput
 from .token_loss import token_loss as _token_loss
 from .vocab_rows import Rows
-from .vocab_statistics import Merged
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def vocab_statistics(
@@ -35,60 +39,23 @@ def vocab_statistics(
     return _statistics.vocab_statistics(rows, with_entropy, keep, in_place)
 
 
-def combine(stats: Tensor, rank: int) -> Merged:
-    """`vocab_statistics.combine`."""
-    if _on_triton(stats):
-        return _triton().combine(stats, rank)
-    return _statistics.combine(stats, rank)
+def _by_device(plain: Callable[P, R]) -> Callable[P, R]:
+    """`plain`, or the function of its name in `triton`, whichever is for the first argument."""
+
+    @functools.wraps(plain)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        function = plain
+        if _on_triton(first.logits if isinstance(first, Rows) else first):
+            function = getattr(_triton(), plain.__name__)
+        return function(*args, **kwargs)
+
+    return run
 
 
-def logits_gradient(
-    rows: Rows,
-    *,
-    maximum: Tensor,
-    log_norm: Tensor,
-    kept: Tensor | None,
-    grad: Tensor | None,
-    entropy: Tensor,
-    entropy_grad: Tensor | None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`vocab_gradient.logits_gradient`."""
-    if _on_triton(rows.logits):
-        return _triton().logits_gradient(
-            rows,
-            maximum=maximum,
-            log_norm=log_norm,
-            grad=grad,
-            entropy=entropy,
-            entropy_grad=entropy_grad,
-            out=out,
-        )
-    return _gradient.logits_gradient(
-        rows,
-        maximum=maximum,
-        log_norm=log_norm,
-        kept=kept,
-        grad=grad,
-        entropy=entropy,
-        entropy_grad=entropy_grad,
-        out=out,
-    )
-
-
-def linear_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    index: Tensor | None,
-    inverse_temperature: Tensor | None,
-    valid: int,
-    with_entropy: bool,
-) -> Tensor:
-    """`linear_statistics.linear_statistics`."""
-    if _on_triton(hidden):
-        return _triton().linear_statistics(hidden, weight, target, index, inverse_temperature, valid, with_entropy)
-    return _linear(hidden, weight, target, index, inverse_temperature, valid, with_entropy)
+combine = _by_device(_statistics.combine)
+logits_gradient = _by_device(_gradient.logits_gradient)
+linear_statistics = _by_device(_linear)
 
 
 def token_loss(log_probs: Tensor, spec: LossSpec, **tensors: Unpack[TokenTensors]) -> PolicyLossOutput:

@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from . import backend
-from .checks import check_ids, check_rows, check_starts, live_inverse
+from .checks import check_ids, check_rows, live_inverse
 from .chunks import cut
 from .linear_pass import LinearPass, LiveRows, Objective
 from .shard import Shard
@@ -87,17 +87,10 @@ def linear_policy_loss(
         logprob_backend: `te` uses Transformer Engine's parallel cross entropy (CUDA only, no entropy).
 
     Raises:
-        ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive or too near to 0,
-            sequence_starts leave rows out, or an entropy is asked of `te`.
+        ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive or too near to 0.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
-    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel, chunk_tokens)
-    if main_grad is not None:
-        _check_buffer(main_grad, weight)
-    if sequence_starts is not None:
-        check_starts(sequence_starts, target.shape[0])
-    if logprob_backend == "te" and with_entropy:
-        raise ValueError("logprob_backend='te' has no entropy: ask for none, or use 'auto'")
+    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel)
     chunks = cut(rows.index, target.shape[0], chunk_tokens, sequence_starts, equal_cuts)
     kind = TePass if logprob_backend == "te" else LinearPass
     found = _LinearPolicyLoss.apply(hidden, weight, rows, chunks, objective, with_entropy, main_grad, kind)
@@ -122,7 +115,7 @@ def linear_logprob(
     chunk's are computed.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
-    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel, chunk_tokens)
+    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel)
     with torch.no_grad():
         whole = rows.all_hidden(hidden.detach())
         chunks = cut(rows.index, target.shape[0], chunk_tokens, None, False)
@@ -176,15 +169,6 @@ class _LinearPolicyLoss(Function):
         return (d_hidden, d_weight) + (None,) * 6
 
 
-def _check_buffer(main_grad: Tensor, weight: Tensor) -> None:
-    wanted = compute_dtype(weight)
-    if main_grad.shape != weight.shape or main_grad.dtype != wanted:
-        raise ValueError(
-            f"main_grad {main_grad.dtype} {tuple(main_grad.shape)}: expected {wanted} {tuple(weight.shape)}, the shape "
-            "of weight"
-        )
-
-
 def _live_rows(
     hidden: Tensor,
     weight: Tensor,
@@ -193,10 +177,7 @@ def _live_rows(
     temperature: float | Tensor,
     vocab_size: int | None,
     sequence_parallel: bool,
-    chunk_tokens: int,
 ) -> LiveRows:
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: it must be 1 or greater")
     check_rows("hidden", hidden, target, temperature, factor=shard.size if sequence_parallel else 1)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(

@@ -16,7 +16,7 @@ def linear_statistics(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    index: Tensor | None,
+    index: Tensor,
     inverse_temperature: Tensor | None,
     valid: int,
     with_entropy: bool,
@@ -25,15 +25,15 @@ def linear_statistics(
 
     Args:
         hidden: [T, H]. weight: [W, H], of which `valid` rows belong to the true vocabulary.
-        target, index, inverse_temperature: of the n live rows, as in `Rows`. Other rows of hidden are not read.
+        target, inverse_temperature: of the n live rows, as in `Rows`. index: int64 [n], their numbers; other rows of
+            hidden are not read.
     """
     n = target.shape[0]
     stats = hidden.new_zeros(4, n, dtype=compute_dtype(hidden))
     step = max(1, LOGITS_ELEMENTS // weight.shape[0])
     for first in range(0, n, step):
         part = slice(first, first + step)
-        rows = hidden[part] if index is None else hidden.index_select(0, index[part])
         inverse = None if inverse_temperature is None else inverse_temperature[part]
-        logits = make_logits(rows, weight[:valid])
+        logits = make_logits(hidden.index_select(0, index[part]), weight[:valid])
         stats[:, part], _ = vocab_statistics(Rows(logits, target[part], None, inverse, valid), with_entropy, keep=False)
     return stats

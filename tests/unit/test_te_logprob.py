@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from megatron_rl.kernels import PolicyLossOutput, linear_policy_loss
+from megatron_rl.kernels import PolicyLossOutput
 from megatron_rl.kernels.linear_pass import LiveRows
 from megatron_rl.kernels.shard import Shard
 from megatron_rl.kernels.te_pass import TePass
@@ -99,17 +99,3 @@ def test_a_rank_with_padding_alone_leaves_the_others_their_numbers(monkeypatch):
     torch.testing.assert_close(run.log_probs, expected)
     assert run._d_hidden.abs().max() == 0
     assert run._d_weight.abs().max() == 0
-
-
-def test_an_entropy_is_refused():
-    case = make_case(0)
-    with pytest.raises(ValueError, match="te' has no entropy"):
-        linear_policy_loss(
-            case.hidden,
-            case.weight,
-            case.target,
-            objective=objective_of(case),
-            with_entropy=True,
-            logprob_backend="te",
-            **case.options(),
-        )

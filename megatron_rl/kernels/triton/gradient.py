@@ -99,12 +99,13 @@ def logits_gradient(
     *,
     maximum: Tensor,
     log_norm: Tensor,
+    kept: None = None,
     grad: Tensor | None,
     entropy: Tensor,
     entropy_grad: Tensor | None,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`kernels.vocab_gradient.logits_gradient`; all T rows of `out` are written."""
+    """`kernels.vocab_gradient.logits_gradient`; no softmax is ever kept, and all T rows of `out` are written."""
     logits = rows.logits
     out = torch.empty_like(logits) if out is None else out
     if logits.shape[0] == 0:

@@ -66,7 +66,6 @@ def linear_statistics_kernel(
     depth,
     valid,
     columns_per_split,
-    HAS_INDEX: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -77,9 +76,7 @@ def linear_statistics_kernel(
     """(m, s, y, u) of ROWS live rows over one split of the columns, [splits, 4, n]."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = i < n
-    rows = i.to(tl.int64)
-    if HAS_INDEX:
-        rows = tl.load(index + i, mask=ok, other=0)
+    rows = tl.load(index + i, mask=ok, other=0)
     local = tl.load(target + i, mask=ok, other=-1)
     inverse = tl.full((ROWS,), 1.0, tl.float32)
     if HAS_TEMPERATURE:
@@ -110,7 +107,7 @@ def linear_statistics(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    index: Tensor | None,
+    index: Tensor,
     inverse_temperature: Tensor | None,
     valid: int,
     with_entropy: bool,
@@ -126,7 +123,7 @@ def linear_statistics(
         linear_statistics_kernel[(blocks, splits)](
             hidden,
             weight,
-            or_any(index, target),
+            index,
             target,
             or_any(inverse_temperature, stats),
             stats,
@@ -136,7 +133,6 @@ def linear_statistics(
             hidden.shape[1],
             valid,
             per_split,
-            HAS_INDEX=index is not None,
             HAS_TEMPERATURE=inverse_temperature is not None,
             WITH_ENTROPY=with_entropy,
             UPCAST=bool(INTERPRETED.value) and hidden.dtype == torch.bfloat16,

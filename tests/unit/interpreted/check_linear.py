@@ -15,7 +15,8 @@ def random_operands(dtype=torch.float32, rows=26, hidden=40, width=208, valid=18
     generator = torch.Generator().manual_seed(4)
     h = torch.randn(rows, hidden, generator=generator).to(dtype)
     w = (0.5 * torch.randn(width, hidden, generator=generator)).to(dtype)
-    return h, w, Rows((h.double() @ w.double().T), found.target, found.index, found.inverse_temperature, valid)
+    index = torch.arange(rows) if found.index is None else found.index
+    return h, w, Rows((h.double() @ w.double().T), found.target, index, found.inverse_temperature, valid)
 
 
 def run(h, w, rows, with_entropy=True):
