@@ -78,7 +78,7 @@ def servers(
     engine: str, python: Path, model: Path, folder: Path, count: int = 2
 ) -> Iterator[tuple[list[str], list[psutil.Process]]]:
     """Addresses of servers that are ready, and their processes, which are all ended."""
-    from megatron_rl.cluster.ports import free_port
+    from megatron_rl.addresses import free_port
 
     ports = [free_port() for _ in range(count)]
     started = []

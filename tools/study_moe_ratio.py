@@ -103,8 +103,8 @@ def _start(folder: Path) -> None:
     """This process is the only trainer rank."""
     importlib.import_module("transformers.generation.utils")  # cannot be imported beside stand-ins for torch.cuda
     importlib.import_module("transformers.utils.logging").disable_progress_bar()
+    from megatron_rl.addresses import free_port
     from megatron_rl.cluster.bootstrap import find_place
-    from megatron_rl.cluster.ports import free_port
     from megatron_rl.config.parallel import ParallelConfig
     from megatron_rl.policy import distributed
 
@@ -137,6 +137,7 @@ def _warm_up(arguments: argparse.Namespace, seed: int, work: Path) -> None:
 
     from megatron_rl.feed import sft_batches
     from megatron_rl.policy.policy import Policy
+    from megatron_rl.weights.export import export_hf_weights
 
     what = Quickstart(seed=seed, digits=arguments.digits, prompts=2048, eval_prompts=16, experts=arguments.experts)
     write_quickstart(work / "inputs", what)
@@ -145,7 +146,7 @@ def _warm_up(arguments: argparse.Namespace, seed: int, work: Path) -> None:
     for batch, plan in sft_batches(cfg):
         policy.sft_step(batch, plan, cfg.sft.lr)
     shutil.copytree(work / "inputs" / "model", work / "model")
-    weights = {name: tensor.clone() for name, tensor in policy.export()}
+    weights = {name: tensor.clone() for name, tensor in export_hf_weights(policy.chunks, policy.hf)}
     save_file(weights, work / "model" / "model.safetensors", metadata={"format": "pt"})
 
 

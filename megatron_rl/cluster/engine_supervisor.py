@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megatron_rl.addresses import family_of, free_port, local_url, url_of
 from megatron_rl.config import Config
 from megatron_rl.files import write_atomic
 
 from .bootstrap import child_environment, task_of_step
 from .engine_process import Engine, Patience, RestartLimit
 from .fellows import Fellows
-from .ports import free_port
 from .run_dir import RunDir
 from .staged import Report
 from .staging import Stage, carry_out_requests
@@ -77,8 +77,7 @@ def _supervise_replicas(
         for place, replica in enumerate(replicas):
             port = stack.enter_context(reserved_port(host, cfg.engine.kind == "sglang")).getsockname()[1]
             if node_rank == 0:
-                name = node if host in ("0.0.0.0", "::") else host
-                write_atomic(run.engine_address(replica), json.dumps({"url": _url(name, port)}))
+                write_atomic(run.engine_address(replica), json.dumps({"url": url_of(host, port)}))
             argv = [sys.executable, "-m", "megatron_rl.cli", "serve", "--config", str(config), "--unsupervised"]
             argv += ["--replica", str(replica), "--place", str(place), "--node-rank", str(node_rank), *staged]
             engine = Engine(
@@ -97,29 +96,19 @@ def _supervise_replicas(
 
 
 def _patience(cfg: Config, host: str, port: int) -> Patience:
-    url = _url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
     engine = cfg.engine
     start_s = engine.ready_timeout_s + engine.silent_timeout_s
-    return Patience(url, engine.read_api_key(cfg.run_dir), start_s, engine.silent_timeout_s)
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return Patience(local_url(host, port), engine.read_api_key(cfg.run_dir), start_s, engine.silent_timeout_s)
 
 
 def reserved_port(host: str, for_sglang: bool = False) -> socket.socket:
     """A socket bound to a free port that never listens: others cannot get the port, the engine can bind beside it."""
-    if for_sglang:  # which sets SO_REUSEADDR alone; the port is one that the system gives to nobody
-        reservation = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reservation.bind((host, free_port(host)))
-        return reservation
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    reservation = socket.socket(family, socket.SOCK_STREAM)
-    # Only processes of this user that set it too may bind; with SO_REUSEADDR instead, the system would give the port to
-    # whoever asks for any free one.
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reservation.bind((host, 0))
+    # Only processes of this user that set SO_REUSEPORT too may bind. SGLang sets SO_REUSEADDR alone, with which the
+    # system would give the port to whoever asks for any free one: it must be one that the system gives to nobody.
+    option, port = (socket.SO_REUSEADDR, free_port(host)) if for_sglang else (socket.SO_REUSEPORT, 0)
+    reservation = socket.socket(family_of(host))
+    reservation.setsockopt(socket.SOL_SOCKET, option, 1)
+    reservation.bind((host, port))
     return reservation
 
 

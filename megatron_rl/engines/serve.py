@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from megatron_rl.addresses import family_of
 from megatron_rl.config import Config
 from megatron_rl.weights.current import CurrentWeights, to_start_with
 
@@ -118,9 +119,8 @@ def bind(host: str, port: int, reserved: bool = False) -> socket.socket:
 
     `reserved`: another process of this user holds the port for this one, with SO_REUSEPORT and without listening.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; else small answers wait 40 ms for an ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family_of(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if reserved else socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

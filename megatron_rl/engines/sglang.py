@@ -19,12 +19,12 @@ from pathlib import Path
 
 import yaml
 
+from megatron_rl.addresses import family_of, free_port, local_url, published, url_of
 from megatron_rl.config import Config
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.current import CurrentWeights, to_start_with
 
 from .embedded.options import SPARE_ROWS, SPARE_TOKENS
-from .published import local_url, published, url_of
 from .server_process import ServerFailed, ServerProcess, call
 from .sglang_command import SglangOptions, command_line, environment
 from .sglang_install import SglangError, find_python, require_tested
@@ -95,7 +95,7 @@ def serve_sglang(options: SglangOptions, environ: Mapping[str, str]) -> None:
         signal.signal(number, lambda received, _: stopping.append(received))
     _require_weights(options.model)
     installed = require_tested(options.python, options.untested_version)
-    port = options.port or _free_port(options.host)
+    port = options.port or free_port(options.host)
     _require_free(options.host, port)
     with tempfile.TemporaryDirectory(prefix="megatron-rl-sglang-") as folder:
         secrets = _write_keys(Path(folder), options.api_key)
@@ -130,7 +130,7 @@ def _require_weights(model: str) -> None:
 
 
 def _require_free(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as SGLang itself; our supervisor holds it so too
         try:
             probe.bind((host, port))
@@ -139,12 +139,6 @@ def _require_free(host: str, port: int) -> None:
             raise SglangError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for any"
             ) from error
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def head_address(options: SglangOptions) -> str | None:
@@ -159,7 +153,7 @@ def head_address(options: SglangOptions) -> str | None:
         return None
     path = Path(options.head_file)
     if options.node_rank == 0:
-        address = f"{socket.gethostname()}:{_free_port('')}"
+        address = f"{socket.gethostname()}:{free_port('')}"
         write_atomic(path, json.dumps({"address": address}))
         return address
     deadline = time.monotonic() + options.ready_timeout_s

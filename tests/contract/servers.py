@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cluster.ports import free_port
+from megatron_rl.addresses import free_port
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.config import dump
 from megatron_rl.config.engine import KEY_FILE

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_rl.cluster.ports import free_port
+from megatron_rl.addresses import free_port
 from megatron_rl.weights.transports.group import in_thread
 from tests.contract.servers import Answer, Server
 

@@ -27,8 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.addresses import free_port
 from megatron_rl.cluster.bootstrap import Place, find_place
-from megatron_rl.cluster.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.05

@@ -18,7 +18,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.cluster.ports import free_port
+from megatron_rl.addresses import free_port
 from megatron_rl.rollout.client import EngineClient, Limits
 from megatron_rl.rollout.connect import connect
 from megatron_rl.rollout.protocol import (

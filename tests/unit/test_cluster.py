@@ -17,9 +17,10 @@ from typing import IO
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.cluster import ports, run_dir
+from megatron_rl import addresses
+from megatron_rl.addresses import EPHEMERAL, free_port
+from megatron_rl.cluster import run_dir
 from megatron_rl.cluster.local import _first_failure, run_local
-from megatron_rl.cluster.ports import EPHEMERAL, free_port
 from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.resume import Resume, nothing_to_do, require_same_run
@@ -365,7 +366,7 @@ def test_a_free_port_is_none_that_the_system_gives_away_by_itself() -> None:
 def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(ports, "LOWEST", taken.getsockname()[1])
-        monkeypatch.setattr(ports, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
+        monkeypatch.setattr(addresses, "LOWEST", taken.getsockname()[1])
+        monkeypatch.setattr(addresses, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
         with pytest.raises(OSError, match="in use"):
             free_port()

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megatron_rl.cluster.ports import free_port
+from megatron_rl.addresses import free_port
 from megatron_rl.engines.embedded.groups import Groups
 from megatron_rl.engines.embedded.weights import WeightsError
 from megatron_rl.engines.embedded.wire_tensors import entries_of

@@ -68,7 +68,7 @@ import sys
 from pathlib import Path
 from megatron_rl.cluster.engine_process import Engine, Patience, RestartLimit
 from megatron_rl.cluster.engine_supervisor import supervise
-from megatron_rl.cluster.ports import free_port
+from megatron_rl.addresses import free_port
 from megatron_rl.monitor.logs import setup_logging
 setup_logging("supervisor", 0)
 port = free_port()

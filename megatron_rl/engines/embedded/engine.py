@@ -14,7 +14,7 @@ import psutil
 import torch
 import uvicorn
 
-from megatron_rl.engines.published import published, url_of
+from megatron_rl.addresses import published, url_of
 
 from .decoder import Decoder
 from .fixed_shapes import FixedShapeDecoder
