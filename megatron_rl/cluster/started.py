@@ -11,10 +11,9 @@ the alternative is a hang: one message names the variable, its value and the lin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from .nodelist import NodelistError, expand
 
 LAUNCH = "MEGATRON_RL_LAUNCH"
 """Set by `megatron-rl train` for its ranks: a name for this start, under which they meet."""
@@ -24,6 +23,7 @@ MPI_LAUNCHERS = {
 }
 """Open MPI's, and that of MPICH and its relatives: rank, size and local rank."""
 SRUN = "srun python -m megatron_rl.train CONFIG"
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 class BootstrapError(RuntimeError):
@@ -128,7 +128,7 @@ def _slurm_step(environ: Mapping[str, str]) -> Started:
         contradiction = f"SLURM_PROCID={rank} but SLURM_STEP_NUM_TASKS={world}"
     elif local_rank >= world:
         contradiction = f"SLURM_LOCALID={local_rank} but SLURM_STEP_NUM_TASKS={world}"
-    elif node is not None and node not in _names(nodes):
+    elif node is not None and not is_listed(node, nodes):
         contradiction = f"SLURMD_NODENAME={node} is not in SLURM_STEP_NODELIST={nodes}"
     if contradiction:
         raise BootstrapError(
@@ -140,11 +140,30 @@ def _slurm_step(environ: Mapping[str, str]) -> Started:
     return Started("srun", rank, world, local_rank, key)
 
 
-def _names(nodelist: str) -> list[str]:
-    try:
-        return expand(nodelist)
-    except NodelistError as error:
-        raise BootstrapError(f"SLURM_STEP_NODELIST: {error}; do not change it between srun and this process") from error
+def is_listed(node: str, nodelist: str) -> bool:
+    """Whether Slurm's short form of node names holds this one; what Slurm would not write holds none.
+
+    `scontrol show hostnames` would tell, but a container often has no scontrol.
+
+    >>> [is_listed(node, "gpu[08-10,3],login") for node in ("gpu09", "gpu3", "gpu9", "login")]
+    [True, True, False, True]
+    """
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
+        pieces = re.split(r"\[([^\[\]]*)\]", part)  # text, inside of a bracket, text, inside, ..., text
+        pattern = "".join("([0-9]{1,18})" if i % 2 else re.escape(piece) for i, piece in enumerate(pieces))
+        match = re.fullmatch(pattern, node)
+        if match and all(map(_is_within, match.groups(), pieces[1::2])):
+            return True
+    return False
+
+
+def _is_within(number: str, ranges: str) -> bool:
+    """Whether it is written as the numbers of one of the ranges are, and is one of them."""
+    for bounds in filter(None, map(_RANGE.fullmatch, ranges.split(","))):
+        first, last = bounds[1], bounds[2] or bounds[1]
+        if number == f"{int(number):0{len(first)}d}" and int(first) <= int(number) <= int(last):
+            return True
+    return False
 
 
 def _mpi_launch(environ: Mapping[str, str], step: Started | None) -> Started | None:

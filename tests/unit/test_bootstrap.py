@@ -16,7 +16,7 @@ import pytest
 
 import megatron_rl
 from megatron_rl.cluster.bootstrap import child_environment, task_of_step
-from megatron_rl.cluster.started import BootstrapError, Started, started
+from megatron_rl.cluster.started import BootstrapError, Started, is_listed, started
 
 BATCH = {
     "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "node[1-2]",
@@ -89,7 +89,7 @@ NESTED = BATCH | {
         pytest.param(STEP | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"], id="rank too high"),
         pytest.param(STEP | {"SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "SLURM_STEP_NUM_TASKS=4"], id="local too high"),
         pytest.param(STEP | {"SLURM_STEP_NUM_TASKS": "x"}, ["SLURM_STEP_NUM_TASKS=x", "whole number"], id="no number"),
-        pytest.param(STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST", "'node[1-'"], id="no nodelist"),
+        pytest.param(STEP | {"SLURM_STEP_NODELIST": "node[1-"}, ["SLURM_STEP_NODELIST=node[1-"], id="no nodelist"),
         pytest.param({"SLURM_STEP_ID": "0"}, ["SLURM_STEP_NUM_TASKS=(unset)"], id="half a step"),
         pytest.param({"RANK": "0"}, ["RANK=0", "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"], id="half of torch"),
         pytest.param(LOCAL | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4"], id="torch rank too high"),
@@ -110,6 +110,22 @@ def test_a_contradiction_is_refused_with_what_to_change(environ: dict[str, str],
     with pytest.raises(BootstrapError) as refusal:
         started(environ)
     assert [word for word in words if word not in str(refusal.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "names", "others"),
+    [
+        ("login,gpu7", ["login", "gpu7"], ["gpu", "gpu77", "login,gpu7"]),
+        ("gpu[08-10,3],login", ["gpu08", "gpu10", "gpu3"], ["gpu8", "gpu11", "gpu03", "gpu", "gpux"]),
+        ("gpu[098-101]", ["gpu098", "gpu101"], ["gpu98", "gpu0100", "gpu102"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r2n02"], ["r3n01", "r1n03", "r1n1", "r1"]),
+        ("a[1,3]-ib,b-[2].x", ["a3-ib", "b-2.x"], ["a2-ib", "a3", "b-2yx"]),
+        ("[1-2]", ["1", "2"], ["3", ""]),
+        ("a[1-x],b[],c[\u0663-\u0665],d[2-1],e[1-2", [], ["a1", "b", "c4", "d1", "e1", ""]),
+    ],
+)
+def test_a_node_is_found_in_slurms_short_form(nodelist: str, names: list[str], others: list[str]) -> None:
+    assert [node for node in [*names, *others] if is_listed(node, nodelist)] == names
 
 
 @pytest.mark.parametrize(("environ", "expected"), [(STEP, ("node2", 3)), ({"SLURMD_NODENAME": "node7"}, ("node7", 0))])
