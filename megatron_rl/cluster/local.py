@@ -24,7 +24,7 @@ from megatron_rl.config import Config, dump
 
 from .bootstrap import child_environment
 from .devices import VISIBLE, engine_devices, visible_devices
-from .processes import EXIT_RESUMABLE, Role, kill, start, stop
+from .processes import EXIT_RESUMABLE, Role, Signalled, kill, start, stop
 from .resume import Resume, nothing_to_do, require_same_run
 from .run_dir import Anchor, RunDir, RunMoved
 from .started import LAUNCH
@@ -34,23 +34,6 @@ log = logging.getLogger(__name__)
 
 class RunFailed(RuntimeError):
     """A process of the run failed; the message names it and shows the end of its log."""
-
-
-class StopRequest:
-    """TERM and INT to this process, from the moment it is made: remembered for the loop below, which passes them on."""
-
-    def __init__(self) -> None:
-        self.asked_at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
-
-    def _ask(self, *_: object) -> None:
-        self.asked_at = self.asked_at or time.monotonic()
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the first signal; 0 without one."""
-        return 0.0 if self.asked_at is None else time.monotonic() - self.asked_at
 
 
 def run_local(cfg: Config, resume: Resume | None, say: Callable[[str], None]) -> int:
@@ -63,7 +46,7 @@ def run_local(cfg: Config, resume: Resume | None, say: Callable[[str], None]) ->
         RunDirError: the run directory is in use or holds another run; RunMoved when it was moved away.
         RunFailed: a process failed.
     """
-    asked = StopRequest()
+    asked = Signalled(signal.SIGTERM, signal.SIGINT)
     run = RunDir(cfg.run_dir)
     with run.locked(2 * cfg.cluster.stop_timeout_s) as lock:
         checkpoint = resume.checkpoint() if resume else None
@@ -89,7 +72,7 @@ def run_ranks(cfg: Config, module: str, *words: str) -> None:
     Raises:
         RunDirError, RunFailed: as `run_local`; RunFailed as well when it was asked to end.
     """
-    asked, run = StopRequest(), RunDir(cfg.run_dir)
+    asked, run = Signalled(signal.SIGTERM, signal.SIGINT), RunDir(cfg.run_dir)
     with run.locked(2 * cfg.cluster.stop_timeout_s) as lock:
         run.prepare(resume=True)
         run.write_config(dump(cfg))
@@ -97,7 +80,7 @@ def run_ranks(cfg: Config, module: str, *words: str) -> None:
             raise RunFailed(f"{module} was asked to end before it was done")
 
 
-def _run(cfg: Config, run: RunDir, words: list[str], asked: StopRequest, lock: int, *, controller: bool = True) -> int:
+def _run(cfg: Config, run: RunDir, words: list[str], asked: Signalled, lock: int, *, controller: bool = True) -> int:
     """Start all processes, watch them to the end, end what is left. `words`: of the ranks, after `python -m`."""
     roles: list[Role] = []
     try:
@@ -159,15 +142,17 @@ def _environment() -> dict[str, str]:
     return {**ours, **environ, "PYTHONUNBUFFERED": "1"}
 
 
-def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float, anchor: Anchor) -> int:
+def _watch(roles: list[Role], asked: Signalled, stop_timeout_s: float, anchor: Anchor) -> int:
     """Wait until the trainer has ended. TERM and INT to this process go on to the trainer ranks, which save."""
     trainers = [r for r in roles if r.name == "trainer"]
     passed_on, left_at = False, None
     while True:
         anchor.require()
-        if asked.asked_at and not passed_on:
+        if asked.at and not passed_on:
             log.warning("asked to end: saving the run first, which may take %.0f s at most", 10 * stop_timeout_s)
-            _pass_on(trainers)
+            for role in trainers:
+                if role.process.poll() is None:
+                    role.process.send_signal(signal.SIGTERM)
             passed_on = True
         codes = [_exit_code(r, passed_on) for r in trainers]
         if all(c in (0, EXIT_RESUMABLE) for c in codes):
@@ -178,7 +163,7 @@ def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float, anchor:
             failed = [r for r in failed if r.name != "engine"]
         if failed:
             time.sleep(1.0)  # others may fall because of the first; or all were told to end, and we hear of it last
-            if asked.asked_at and not passed_on:
+            if asked.at and not passed_on:
                 continue
             raise RunFailed(_first_failure(failed, roles))
         if EXIT_RESUMABLE in codes:
@@ -189,12 +174,6 @@ def _watch(roles: list[Role], asked: StopRequest, stop_timeout_s: float, anchor:
         if asked.age_s > 10 * stop_timeout_s:
             raise RunFailed(f"the trainer did not save and end within {10 * stop_timeout_s:.0f} s of the signal")
         time.sleep(0.1)
-
-
-def _pass_on(trainers: list[Role]) -> None:
-    for role in trainers:
-        if role.process.poll() is None:
-            role.process.send_signal(signal.SIGTERM)
 
 
 def _exit_code(trainer: Role, asked_to_stop: bool) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import shutil
 import signal
@@ -14,11 +15,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 NEARLY_FULL = 16 * 2**20
 """Free bytes below which a failure is put down to the disk as well; the log may have had no room for it."""
 EXIT_RESUMABLE = 75
 """EX_TEMPFAIL: the run saved itself and wants to be started again."""
+
+
+class Signalled:
+    """These signals to this process, from the moment it is made: remembered for loops that look at it."""
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self.at: float | None = None
+        """When the first one came, time.monotonic()."""
+        for number in numbers:
+            signal.signal(number, self._receive)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first one; 0 without one."""
+        return 0.0 if self.at is None else time.monotonic() - self.at
+
+    def _receive(self, number: int, _: object) -> None:
+        log.info("got %s", signal.Signals(number).name)
+        self.at = self.at or time.monotonic()
 
 
 @dataclass
@@ -55,21 +76,21 @@ def start(
     rank: int,
     argv: list[str],
     env: dict[str, str],
-    log: Path,
+    log_file: Path,
     *,
     console: bool = False,
     lock: int | None = None,
     stop_signal: signal.Signals = signal.SIGTERM,
     orphan_signal: signal.Signals | None = None,
 ) -> Role:
-    """Start a process whose stderr (and stdout, unless it owns the console) goes to `log`; it dies with its parent.
+    """Start a process that dies with its parent; stderr, and stdout unless it owns the console, go to `log_file`.
 
     Args:
         lock: file descriptor that the process keeps open, so that what it locks stays locked while the process lives.
         stop_signal: what `stop` sends it first.
         orphan_signal: what the kernel sends it when the launcher dies, however the launcher dies; None: `stop_signal`.
     """
-    with open(log, "ab") as handle:
+    with open(log_file, "ab") as handle:
         log_start = handle.tell()
         stdout: IO[bytes] | None = None if console else handle
         process = subprocess.Popen(
@@ -82,7 +103,7 @@ def start(
             pass_fds=() if lock is None else (lock,),
             preexec_fn=functools.partial(die_with_parent, orphan_signal or stop_signal),
         )
-    return Role(name, rank, process, log, log_start, stop_signal)
+    return Role(name, rank, process, log_file, log_start, stop_signal)
 
 
 def die_with_parent(number: signal.Signals) -> None:
@@ -131,11 +152,11 @@ def decode_exit(code: int | None) -> str:
     return f"failed with exit code {code}"
 
 
-def tail(log: Path, lines: int = 25, start: int = 0) -> str:
+def tail(file: Path, lines: int = 25, start: int = 0) -> str:
     """The last lines of a log file, of what was written behind byte `start`."""
     try:
-        with open(log, "rb") as handle:
-            handle.seek(max(start, log.stat().st_size - 65536))
+        with open(file, "rb") as handle:
+            handle.seek(max(start, file.stat().st_size - 65536))
             text = handle.read().decode(errors="replace")
     except OSError:
         return ""

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.cluster.processes import Signalled
 from megatron_rl.cluster.run_dir import RunDir, RunDirError
 from megatron_rl.cluster.slurm import supervisor as module
 from megatron_rl.cluster.slurm.allocation import SlurmError
 from megatron_rl.cluster.slurm.attempt import Outcome, Verdict
 from megatron_rl.cluster.slurm.placement import NodeShape, Placement
-from megatron_rl.cluster.slurm.supervisor import Signalled, Start, Supervisor
+from megatron_rl.cluster.slurm.supervisor import Start, Supervisor
 from megatron_rl.config import Config, load_config, validate
 
 
@@ -74,10 +75,8 @@ class Rig:
         """The exit code of one start of the batch script; it was given --resume if a checkpoint is there."""
         cfg = configuration(self.folder, cluster)
         self.script = iter(script)
-        signalled = Signalled.__new__(Signalled)  # without taking over this process's signals
-        signalled.at = None
         start = Start(self.newest, self.newest if (self.folder / "checkpoints").exists() else None)
-        return Supervisor(cfg, start, RunDir(self.folder), self.slurm, signalled).run()  # type: ignore[arg-type]
+        return Supervisor(cfg, start, RunDir(self.folder), self.slurm, Signalled()).run()  # type: ignore[arg-type]
 
 
 def configuration(folder: Path, cluster: dict[str, Any]) -> Config:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from megatron_rl.cluster.processes import Signalled
 from megatron_rl.cluster.run_dir import Anchor, RunDir
 from megatron_rl.config import Config
 
@@ -58,15 +58,11 @@ class Outcome:
     first_row_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Notice:
-    """The batch script's own signals: whether one has come, and when (time.monotonic)."""
-
-    at: Callable[[], float | None]
-
-
 class Attempt:
-    """See the module. `name` is unique among all attempts of all runs; `folder` takes the logs."""
+    """See the module. `name` is unique among all attempts of all runs; `folder` takes the logs.
+
+    `signalled`: of the batch script.
+    """
 
     def __init__(
         self,
@@ -75,11 +71,11 @@ class Attempt:
         allocation: Allocation,
         folder: Path,
         name: str,
-        notice: Notice,
+        signalled: Signalled,
         anchor: Anchor,
     ) -> None:
         self._cfg, self._placement, self._allocation = cfg, placement, allocation
-        self._folder, self._name, self._notice, self._anchor = folder, name, notice, anchor
+        self._folder, self._name, self._signalled, self._anchor = folder, name, signalled, anchor
         self._run = RunDir(cfg.run_dir)
         self._steps: dict[str, Step] = {}
         self._progress = Progress(self._run.metrics)
@@ -137,7 +133,7 @@ class Attempt:
 
     def _pass_signal_on(self) -> None:
         now = time.monotonic()
-        if self._notice.at() is None or now < self._pass_on_at:
+        if self._signalled.at is None or now < self._pass_on_at:
             return
         log.info("a signal to the job: the trainer is asked to save")
         self._steps["trainer"].signal(signal.SIGUSR2)
@@ -175,8 +171,8 @@ class Attempt:
         return Outcome(Verdict.FAILED, f"{gone.name} ended, and the trainer did not within cluster.save_timeout_s")
 
     def _overdue(self) -> Outcome | None:
-        at, limit = self._notice.at(), self._cfg.cluster.save_timeout_s
-        if at is None or time.monotonic() - at < limit:
+        limit = self._cfg.cluster.save_timeout_s
+        if self._signalled.at is None or self._signalled.age_s < limit:
             return None
         self._dump_stacks()
         return Outcome(

@@ -18,36 +18,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.cluster.processes import EXIT_RESUMABLE
+from megatron_rl.cluster.processes import EXIT_RESUMABLE, Signalled
 from megatron_rl.cluster.resume import nothing_to_do, require_same_run
 from megatron_rl.cluster.run_dir import Anchor, RunDir
 from megatron_rl.config import Config, dump, validate
 
 from .allocation import Allocation, SlurmError
-from .attempt import Attempt, Notice, Outcome, Verdict
+from .attempt import Attempt, Outcome, Verdict
 from .placement import Placement, need, place, require_allocation
 from .record import JobRecord
 
 log = logging.getLogger(__name__)
 REQUEUE_PATIENCE_S = 120.0
 """How long Slurm may take to end a batch script that it has put back into the queue."""
-
-
-class Signalled:
-    """TERM and USR2 to this process, from the moment it is made."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._receive)
-
-    def came(self) -> bool:
-        """Whether there was one."""
-        return self.at is not None
-
-    def _receive(self, number: int, _: object) -> None:
-        log.info("got %s", signal.Signals(number).name)
-        self.at = self.at or time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ def run_in_allocation(cfg: Config, start: Start) -> int:
         RunDirError: the run directory is in use, holds another run, or was moved away.
         SlurmError: Slurm does not answer.
     """
-    signalled = Signalled()
+    signalled = Signalled(signal.SIGTERM, signal.SIGUSR2)
     run = RunDir(cfg.run_dir)
     with run.locked(2 * cfg.cluster.stop_timeout_s):
         return Supervisor(cfg, start, run, Allocation.of(), signalled).run()
@@ -106,7 +89,7 @@ class Supervisor:
             if outcome.verdict is Verdict.COMPLETE:
                 log.info("result: %s, %s", self._run.path / "result.json", self._run.path / "report.html")
                 return 0
-            if outcome.verdict is Verdict.RESUMABLE or self._signalled.came():
+            if outcome.verdict is Verdict.RESUMABLE or self._signalled.at:
                 return self._leave()
             futile = 0 if self._newest() != self._name(before) else futile + 1
             if futile > self._cfg.cluster.max_restarts:
@@ -117,7 +100,7 @@ class Supervisor:
             pause = self._cfg.cluster.restart_pause_s * 2 ** max(0, futile - 1)
             log.info("starting again in %.0f s", pause)
             self._sleep(pause)
-            if self._signalled.came():
+            if self._signalled.at:
                 return self._leave()
 
     def _attempt(self, checkpoint: Path | None) -> Outcome:
@@ -136,8 +119,7 @@ class Supervisor:
             log.info("  %-10s %s  %s", role, names, what)
         log.info("  follow it: tail -f '%s/trainer-%s-0.log'", folder, placement.trainer[0])
         name = f"{self._allocation.job}-{number}-{secrets.token_hex(4)}"
-        notice = Notice(lambda: self._signalled.at)
-        outcome = Attempt(cfg, placement, self._allocation, folder, name, notice, self._anchor).run(checkpoint)
+        outcome = Attempt(cfg, placement, self._allocation, folder, name, self._signalled, self._anchor).run(checkpoint)
         self._record.finish(outcome.verdict.value, outcome.reason, outcome.nodes, outcome.first_row_s)
         say = log.error if outcome.verdict is Verdict.FAILED else log.info
         say("attempt %d %s: %s", number, outcome.verdict.value, outcome.reason)
@@ -204,5 +186,5 @@ class Supervisor:
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._signalled.came() and time.monotonic() < deadline:
+        while not self._signalled.at and time.monotonic() < deadline:
             time.sleep(0.1)
