@@ -5,6 +5,7 @@ Waits for: one answer at a time, each up to the limit of the silence. What follo
 
 from __future__ import annotations
 
+import http.client
 import threading
 import time
 import urllib.error
@@ -77,5 +78,5 @@ def answers(url: str, api_key: str | None, timeout_s: float) -> bool:
             return True
     except urllib.error.HTTPError:
         return True
-    except (OSError, ValueError):  # closed, reset, too late; half an answer
+    except (OSError, ValueError, http.client.HTTPException):  # closed, reset, too late; half an answer
         return False

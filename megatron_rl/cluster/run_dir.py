@@ -34,50 +34,21 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def endpoints(self) -> Path:
-        return self.path / "endpoints"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def staged(self) -> Path:
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.endpoints = self.path / "endpoints"
+        self.weights = self.path / "weights"
+        self.staged = self.weights / "staged"
         """What trainer and engine nodes tell each other about copies of weights in memory."""
-        return self.weights / "staged"
-
-    @property
-    def routes(self) -> Path:
+        self.routes = self.path / "routes"
         """Routes of experts, of the samples that are alive; see `megatron_rl.routes`."""
-        return self.path / "routes"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def result(self) -> Path:
+        self.checkpoints = self.path / "checkpoints"
+        self.result = self.path / "result.json"
         """There when all steps were taken; removed when the run goes on."""
-        return self.path / "result.json"
-
-    @property
-    def report(self) -> Path:
+        self.report = self.path / "report.html"
         """Written in the course of a run, and again after its result."""
-        return self.path / "report.html"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+        self.logs = self.path / "logs"
+        self._lock_file = self.path / ".lock"
 
     def log(self, role: str, rank: int) -> Path:
         """Log file of one process."""
@@ -164,10 +135,6 @@ class RunDir:
             if inode(handle.fileno()) == inode(self._lock_file):
                 return handle
             handle.close()  # whoever had it has removed it
-
-    @property
-    def _lock_file(self) -> Path:
-        return self.path / ".lock"
 
     def _remove_empty(self, made: Sequence[Path]) -> None:
         """After a refusal: directories that were made for the lock, if it is all that they hold."""

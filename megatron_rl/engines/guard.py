@@ -50,24 +50,18 @@ def remove(files: set[str]) -> None:
             os.unlink(file)
 
 
-def end_session(session: int) -> bool:
-    """KILL to every process of `session` until none is left: they may be forking. False if some would not go."""
+def end_session(session: int) -> None:
+    """KILL to every process of `session` until none is left: they may be forking. Some may not go for ten seconds."""
     files = shared_files(session)
-    ended = _end(session)
-    remove(files)
-    return ended
-
-
-def _end(session: int) -> bool:
     for _ in range(ROUNDS):
         pids = members(session)
         if not pids:
-            return True
+            break
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(PAUSE_S)
-    return False
+    remove(files)
 
 
 def main() -> None:
