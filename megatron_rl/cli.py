@@ -251,7 +251,7 @@ def preflight(
     for row in table(evidence):
         shown.add_row(*row)
     Console(highlight=False).print(shown)
-    found = causes(evidence)
+    found = list(causes(evidence))
     for number, cause in enumerate(found):
         typer.echo(f"{'most likely' if number == 0 else 'also'}: {cause.name}: {cause.says}")
     typer.echo("engine and trainer do not agree" if found else "engine and trainer agree")

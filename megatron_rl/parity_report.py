@@ -134,12 +134,8 @@ def table(e: Evidence) -> list[tuple[str, str]]:
     return rows + [(f"mean |Δ log p|, {what}", f"{found.mean_abs:.3e}") for what, found in tried if found is not None]
 
 
-def causes(e: Evidence) -> list[Cause]:
-    """What is wrong, the most likely first; empty when engine and trainer agree."""
-    return list(_causes(e))
-
-
-def _causes(e: Evidence) -> Iterator[Cause]:
+def causes(e: Evidence) -> Iterator[Cause]:
+    """What is wrong, the most likely first; nothing when engine and trainer agree."""
     if e.other_tokens:
         yield Cause(
             "tokens",

@@ -147,15 +147,12 @@ class RolloutConfig(Section):
                 f"environment={self.environment!r} should be module:Class, such as guessing:HigherOrLower, with one "
                 "colon before the class"
             )
-        if self.environment is None and self.environment_args:
-            raise ValueError("environment_args without environment; set environment=module:Class, or leave them out")
-        for key in ("max_turns", "environment_timeout_s", "environment_workers"):
+        for key in ("environment_args", "environment_timeout_s", "environment_workers", "max_turns", "max_turn_tokens"):
             value = getattr(self, key)
-            if self.environment is None and value != type(self).model_fields[key].default:
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            if self.environment is None and value != default:
                 raise ValueError(
-                    f"{key}={value} without environment: there is one turn; set environment=module:Class, or leave it "
-                    "out"
+                    f"{key}={value} without environment: there is one turn, of max_response_tokens; set "
+                    "environment=module:Class, or leave it out"
                 )
-        if self.max_turn_tokens is not None and self.environment is None:
-            raise ValueError("max_turn_tokens without environment; use max_response_tokens for a single turn")
         return self

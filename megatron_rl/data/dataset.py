@@ -71,10 +71,6 @@ class PromptDataset(Sequence[PromptRecord]):
         chosen.update(array("Q", positions).tobytes())
         return PromptDataset(self.path, os.fdopen(os.dup(self._file.fileno()), "rb"), index, chosen.hexdigest())
 
-    def close(self) -> None:
-        """Close the file; records cannot be read afterwards."""
-        self._file.close()
-
 
 class _Index:
     """Offset, length and line number of each record, as flat arrays."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import orjson
+
+from megatron_rl.files import sync
 
 from .generators import Prompts, countdown, sort_digits
 from .records import DataError
@@ -65,20 +66,16 @@ def write_quickstart(out: Path, what: Quickstart) -> None:
         raise DataError(f"{out} exists and was not written by this tool; choose another directory, or remove it")
     prompts = what.make_prompts()
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    before, temporary = (out.with_name(f".{out.name}.{os.getpid()}.{part}") for part in ("before", "tmp"))
+    temporary.mkdir()
     try:
-        os.chmod(temporary, 0o755)
         _fill(temporary, what, prompts)
         if out.exists():
-            before = temporary.with_name(temporary.name + ".before")
             os.replace(out, before)
-            os.replace(temporary, out)
-            shutil.rmtree(before)
-        else:
-            os.replace(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        os.replace(temporary, out)
+    finally:
+        for left in (before, temporary):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _fill(directory: Path, what: Quickstart, prompts: Prompts) -> None:
@@ -89,6 +86,4 @@ def _fill(directory: Path, what: Quickstart, prompts: Prompts) -> None:
         (directory / f"{name}.jsonl").write_bytes(lines)
     (directory / MARK).write_bytes(orjson.dumps(asdict(what), option=orjson.OPT_INDENT_2) + b"\n")
     for file in directory.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
+        sync(file)

@@ -44,7 +44,7 @@ class HealthMonitor:
         self._trends: dict[str, Trend] = {}
         self._streak = {rule.name: 0 for rule in rules}
         self._speaking: dict[str, Rule] = {}
-        self._spikes = _Spikes("optimizer/grad_norm")
+        self._grad_norms: deque[float] = deque(maxlen=20)
         self._idle = False
 
     def observe(self, step: int, metrics: Mapping[str, MetricValue]) -> list[str]:
@@ -54,7 +54,7 @@ class HealthMonitor:
             if value is not None:
                 self._trends.setdefault(name, Trend(self._baseline_steps, self._smoothing)).add(value)
         lines = [line for rule in self._rules if metrics.get(rule.metric) is not None for line in self._ask(rule)]
-        return lines + self._spikes.observe(step, metrics) + self._nothing_trained(step, metrics)
+        return lines + self._spike(step, metrics) + self._nothing_trained(step, metrics)
 
     def _nothing_trained(self, step: int, metrics: Mapping[str, MetricValue]) -> list[str]:
         """Told at once, and once for each row of such steps: it is a fact, not a trend."""
@@ -91,20 +91,12 @@ class HealthMonitor:
             other.level == "WARNING" and other.metric == rule.metric for other in self._speaking.values()
         )
 
-
-class _Spikes:
-    """A single step far out of line with the last ones (a trend would see it too late or not at all)."""
-
-    def __init__(self, metric: str, factor: float = 20.0, window: int = 20, at_least: int = 10) -> None:
-        self._metric, self._factor, self._at_least = metric, factor, at_least
-        self._last: deque[float] = deque(maxlen=window)
-
-    def observe(self, step: int, metrics: Mapping[str, MetricValue]) -> list[str]:
-        value = metrics.get(self._metric)
+    def _spike(self, step: int, metrics: Mapping[str, MetricValue]) -> list[str]:
+        """A single step far out of line with the last ones (a trend would see it too late or not at all)."""
+        value = metrics.get("optimizer/grad_norm")
         if value is None:
             return []
-        usual = statistics.median(self._last) if len(self._last) >= self._at_least else None
-        self._last.append(value)
-        if usual is None or value <= self._factor * usual or value <= 1.0:
-            return []
-        return [f"INFO gradient spike: step {step} had a gradient norm of {value:.3g}, {usual:.3g} is usual lately"]
+        usual = statistics.median(self._grad_norms) if len(self._grad_norms) >= 10 else value
+        self._grad_norms.append(value)
+        said = f"INFO gradient spike: step {step} had a gradient norm of {value:.3g}, {usual:.3g} is usual lately"
+        return [said] if value > max(20 * usual, 1.0) else []

@@ -33,15 +33,9 @@ def read(stream: BinaryIO) -> Any | None:
     return orjson.loads(stream.read(LENGTH.unpack(header)[0]))
 
 
-def job(record: PromptRecord, response: str) -> dict[str, Any]:
-    """What a worker is sent for one response."""
-    return {"record": record, "response": response}
-
-
-def from_job(value: dict[str, Any]) -> tuple[PromptRecord, str]:
-    """Record and response of a job."""
-    record = value["record"]
-    return PromptRecord(**{**record, "messages": tuple(record["messages"])}), value["response"]
+def record_of(value: dict[str, Any]) -> PromptRecord:
+    """The record that was sent."""
+    return PromptRecord(**{**value, "messages": tuple(value["messages"])})
 
 
 def reply(outcome: Outcome) -> dict[str, Any]:

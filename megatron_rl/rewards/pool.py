@@ -15,7 +15,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megatron_rl.data.records import PromptRecord
@@ -68,9 +67,7 @@ class RewardPool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -156,7 +153,7 @@ class RewardPool:
         """Have the jobs done; returns those that were not begun because the worker was lost on the way."""
         for job in jobs:
             record, response = job.item
-            worker.send(frames.job(record, response))
+            worker.send({"record": record, "response": response})
         for index, job in enumerate(jobs):
             try:
                 outcome = frames.from_reply(await worker.receive(self._cfg.timeout_s))

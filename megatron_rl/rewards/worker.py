@@ -35,11 +35,6 @@ def run(serve: Callable[[BinaryIO, BinaryIO], int]) -> int:
     return serve(sys.stdin.buffer, answers)
 
 
-def main() -> int:
-    """Serve until the input ends."""
-    return run(serve)
-
-
 def serve(jobs: BinaryIO, answers: BinaryIO) -> int:
     """Read components, then jobs, until the end of `jobs`."""
     first = frames.read(jobs)
@@ -55,8 +50,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> int:
         return 1
     _send(answers, {"ready": True})
     while (job := frames.read(jobs)) is not None:
-        record, response = frames.from_job(job)
-        _send(answers, frames.reply(evaluate(response, record)))
+        _send(answers, frames.reply(evaluate(job["response"], frames.record_of(job["record"]))))
     return 0
 
 
@@ -85,4 +79,4 @@ def _send(stream: BinaryIO, value: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(serve))

@@ -8,6 +8,7 @@ may be killed at any moment, and does not outlive its parent.
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any, BinaryIO
 
 from megatron_rl.config import ConfigError
@@ -16,11 +17,6 @@ from megatron_rl.rewards.evaluate import last_line
 from megatron_rl.rewards.worker import run
 
 from .environment import Environment, EnvironmentFailed, load_environment, read_opening, read_step, role_of
-
-
-def main() -> int:
-    """Serve until the input ends."""
-    return run(serve)
 
 
 def serve(calls: BinaryIO, answers: BinaryIO) -> int:
@@ -49,11 +45,9 @@ def _answer(
     number = call["episode"]
     try:
         if "reset" in call:
-            record, _ = frames.from_job(call["reset"])
             running[number] = kind(**args)
-            return {"opening": read_opening(running[number].reset(record))}
-        step = read_step(running[number].step(call["step"]))
-        return {"observation": step.observation, "done": step.done, "reward": step.reward}
+            return {"opening": read_opening(running[number].reset(frames.record_of(call["reset"])))}
+        return asdict(read_step(running[number].step(call["step"])))
     except KeyboardInterrupt:
         raise
     except EnvironmentFailed as error:
@@ -72,4 +66,4 @@ def _send(stream: BinaryIO, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(serve))

@@ -14,13 +14,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from types import TracebackType
 from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.data import PromptRecord
-from megatron_rl.rewards import frames
 from megatron_rl.rewards.pool_worker import PoolWorker, WorkerDied
 
 from .environment import DEFAULT_ROLE, EnvironmentFailed, Step
@@ -55,9 +53,7 @@ class EnvironmentPool:
             raise failures[0]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -86,7 +82,7 @@ class Episode:
 
     def __init__(self, number: int, record: PromptRecord, place: _Place) -> None:
         self.number, self.life, self.ended = number, -1, False
-        self._reset = {"episode": number, "reset": frames.job(record, "")}
+        self._reset = {"episode": number, "reset": record}
         self._place = place
         self.said: list[tuple[dict[str, Any], dict[str, Any]]] = []
         place.episodes += 1

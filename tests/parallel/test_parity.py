@@ -182,7 +182,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evidence]:
 @pytest.mark.parametrize("case", ["agrees", "agrees again"])
 def test_where_nothing_is_wrong_they_agree(found: dict[str, Evidence], case: str) -> None:
     evidence = found[case]
-    assert causes(evidence) == []
+    assert list(causes(evidence)) == []
     assert evidence.prompts == 24
     assert evidence.gap.tokens > 500
     assert evidence.gap.max_abs < 1e-5
@@ -206,7 +206,7 @@ def test_filtered_sampling_is_told_by_tokens_that_are_too_likely(found: dict[str
 
 
 def test_tokens_that_are_lost_on_the_way_are_told_by_their_number(found: dict[str, Evidence]) -> None:
-    cause = causes(found["tokens"])[0]
+    cause = next(causes(found["tokens"]))
     assert cause.name == "tokens"
     assert "arrived as one of" in cause.says
 

@@ -57,10 +57,19 @@ def test_what_cannot_be_meant_is_refused(rollout, message):
         config(**rollout)
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_turns", 4), ("environment_timeout_s", 5), ("environment_workers", 3)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_turns", 4),
+        ("max_turn_tokens", 9),
+        ("environment_timeout_s", 5.0),
+        ("environment_workers", 3),
+        ("environment_args", {"a": 1}),
+    ],
+)
 def test_a_key_of_environments_is_refused_without_one_unless_it_says_the_default(key, value):
     fix = "set environment=module:Class, or leave it out"
-    with pytest.raises(ConfigError, match=rf"{key}={value}(\.0)? without environment: there is one turn; {fix}"):
+    with pytest.raises(ConfigError, match=rf"{key}={value} without environment: there is one turn, .*; {fix}"):
         config(**{key: value})
     assert getattr(config(environment="a:B", **{key: value}).rollout, key) == value
     resolved = config().rollout.model_dump()

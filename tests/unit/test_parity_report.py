@@ -73,7 +73,7 @@ def test_a_gap_is_made_of_plain_sums(log_probs: np.ndarray):
     ],
 )  # fmt: skip
 def test_a_cause_is_named_by_what_shows_it(evidence: Evidence, names: list[str], says: str):
-    found = causes(evidence)
+    found = list(causes(evidence))
     assert [cause.name for cause in found] == names
     assert says in " ".join(cause.says for cause in found)
 
