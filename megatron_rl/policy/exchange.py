@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.policy.distributed import device, is_data_parallel_leader
+from megatron_rl.policy.distributed import device
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -20,14 +20,9 @@ def broadcast_to_replica(data: bytes | None) -> bytes:
 
     Args:
         data: the bytes on the leader (`distributed.is_data_parallel_leader`); ignored on the others.
-
-    Raises:
-        ValueError: on a leader that has no data. (Its peers then fail with it, when its process ends.)
     """
     from megatron.core import parallel_state
 
-    if is_data_parallel_leader() and data is None:
-        raise ValueError("broadcast_to_replica: the data-parallel leader must pass the bytes")
     # Megatron has no group of a whole replica. The leader is the first rank of both groups that it is in.
     model, context = parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()
     if model.rank() == 0:
@@ -65,38 +60,26 @@ def sum_over_data_parallel(values: np.ndarray) -> np.ndarray:
 
 
 def on_rank_zero(call: Callable[[], object], error: type[Exception]) -> None:
-    """Run `call` on rank 0 while the others wait. Collective.
-
-    Raises:
-        error: on every rank, with rank 0's message, when the call fails there: none goes on or waits alone.
-    """
-    failure: list[str | None] = [None]
-    cause: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            call()
-        except Exception as caught:
-            cause = caught
-            failure = [str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}"]
-    dist.broadcast_object_list(failure, src=0, device=device())
-    if failure[0] is not None:
-        raise error(failure[0]) from cause
+    """Run `call` on rank 0 while the others wait; else as `on_every_rank`."""
+    on_every_rank(call if dist.get_rank() == 0 else lambda: None, error)
 
 
 def on_every_rank(call: Callable[[], object], error: type[Exception]) -> None:
     """Run `call` on all ranks, each its own share. Collective.
 
     Raises:
-        error: on every rank, with the message of the first rank whose call raised it.
+        error: on every rank, with the message of the first rank whose call fails: none goes on or waits alone.
     """
-    mine: str | None = None
+    mine: dict[int, str] = {}
+    cause: Exception | None = None
     try:
         call()
-    except error as caught:
-        mine = str(caught)
-    failures = merge_of_all_ranks({} if mine is None else {dist.get_rank(): mine})
+    except Exception as caught:
+        cause = caught
+        mine[dist.get_rank()] = str(caught) if isinstance(caught, error) else f"{type(caught).__name__}: {caught}"
+    failures = merge_of_all_ranks(mine)
     if failures:
-        raise error(failures[min(failures)])
+        raise error(failures[min(failures)]) from cause
 
 
 def merge_of_all_ranks(part: dict[K, V]) -> dict[K, V]:

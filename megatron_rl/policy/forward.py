@@ -90,8 +90,6 @@ class LossHead:
     def __call__(
         self, microbatch: MicroBatch, weight: Tensor | None, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        if microbatch.weights is None:
-            raise ValueError("SequenceBatch.weights is not set: a loss is a weighted sum (algorithms.token_weights)")
         assert weight is not None
         mine = microbatch.sequences
         sequences = Sequences(mine.index, mine.lengths, self.sum_over_context)

@@ -56,6 +56,8 @@ def block_spec(config: TransformerConfig, inv_freq: Tensor, vp_stage: int | None
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    from megatron_rl.policy.router import FrozenBiasRouter
+
     with_te = has_transformer_engine()
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_te, normalization=config.normalization, vp_stage=vp_stage
@@ -63,13 +65,15 @@ def block_spec(config: TransformerConfig, inv_freq: Tensor, vp_stage: int | None
     if not with_te:
         _use_own_modules(block, inv_freq)
     for layer in block.layer_specs:
-        _use_own_router(layer)
+        if _has_experts(layer):
+            layer.submodules.mlp.submodules.router = FrozenBiasRouter
         if config.multi_latent_attention:
             _use_latent_attention(layer, inv_freq, rotary_scale)
     return block
 
 
 def _use_own_modules(block: Any, inv_freq: Tensor) -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_rl.policy.attention import PackedAttention
@@ -84,28 +88,14 @@ def _use_own_modules(block: Any, inv_freq: Tensor) -> None:
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=PackedAttention, params={"inv_freq": inv_freq})
         for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if _is_normed(getattr(attention, norm, None)):
+            if getattr(attention, norm, None) not in (None, IdentityOp):
                 setattr(attention, norm, RMSNorm)
-
-
-def _is_normed(norm: Any) -> bool:
-    """Whether this slot of an attention layer's spec holds a norm."""
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    return norm is not None and norm is not IdentityOp
 
 
 def _has_experts(layer: Any) -> bool:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     return issubclass(layer.submodules.mlp.module, MoELayer)
-
-
-def _use_own_router(layer: Any) -> None:
-    from megatron_rl.policy.router import FrozenBiasRouter
-
-    if _has_experts(layer):
-        layer.submodules.mlp.submodules.router = FrozenBiasRouter
 
 
 def _use_latent_attention(layer: Any, inv_freq: Tensor, rotary_scale: float) -> None:

@@ -4,7 +4,7 @@ Invariants of a `Plan` (property-tested):
 1. every sequence occurs exactly once, over all ranks and micro-batches;
 2. every rank has the same number of micro-batches, a multiple of `multiple_of` and at least one, so that all ranks
    run the same collectives; a micro-batch may be empty and is then packed as one masked dummy sequence;
-3. no micro-batch holds more than `max_tokens` tokens; a sequence that alone is longer is refused by its sample id;
+3. no micro-batch holds more than `max_tokens` tokens; a sequence that alone is longer is refused;
 4. sequences are dealt longest first to the rank with the fewest tokens, so that two ranks differ by at most the
    longest sequence;
 5. the plan depends on the arguments alone: every rank computes the same one without communicating.
@@ -40,11 +40,6 @@ class Plan:
         """Micro-batches per rank, the same on every rank."""
         return len(self.microbatches[0])
 
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of data-parallel ranks planned for."""
-        return len(self.microbatches)
-
     def sequences(self, dp_rank: int) -> tuple[int, ...]:
         """Indices of all sequences of one rank, ascending: what this rank pulls, in the order it keeps them."""
         return tuple(sorted(i for microbatch in self.microbatches[dp_rank] for i in microbatch))
@@ -60,7 +55,6 @@ def plan_microbatches(
     dp_size: int,
     max_tokens: int,
     multiple_of: int = 1,
-    sample_ids: Sequence[str] | None = None,
     sequence_multiple: int = 1,
 ) -> Plan:
     """Deal sequences to data-parallel ranks, then each rank's sequences to micro-batches.
@@ -71,17 +65,16 @@ def plan_microbatches(
         max_tokens: cap on the tokens of one micro-batch (`algorithm.max_tokens_per_microbatch`).
         multiple_of: the count of micro-batches is rounded up to a multiple of this (the group size of Megatron's
             interleaved schedule; 1 otherwise).
-        sample_ids: names for error messages; positions are used when absent.
         sequence_multiple: each sequence is packed as a multiple of so many rows.
 
     Raises:
-        ValueError: for a sequence longer than `max_tokens`, naming the sample and the key to change.
+        ValueError: for a sequence longer than `max_tokens`, naming its position and the key to change.
 
     >>> plan_microbatches([4, 3, 3, 2], dp_size=2, max_tokens=4).microbatches
     (((0,), (3,)), ((1,), (2,)))
     """
     sizes = [int(length) + -int(length) % sequence_multiple for length in lengths]
-    _refuse_too_long(lengths, sizes, max_tokens, sample_ids)
+    _refuse_too_long(lengths, sizes, max_tokens)
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     ranks = _deal(order, sizes, dp_size)
     count = max(1, *(len(_first_fit(rank, sizes, max_tokens)) for rank in ranks))
@@ -89,16 +82,13 @@ def plan_microbatches(
     return Plan(tuple(_spread(rank, sizes, max_tokens, count) for rank in ranks))
 
 
-def _refuse_too_long(
-    lengths: Sequence[int] | np.ndarray, sizes: list[int], max_tokens: int, sample_ids: Sequence[str] | None
-) -> None:
+def _refuse_too_long(lengths: Sequence[int] | np.ndarray, sizes: list[int], max_tokens: int) -> None:
     for i, size in enumerate(sizes):
         if size > max_tokens:
-            name = sample_ids[i] if sample_ids is not None else f"number {i}"
             rounded = f" (padded to {size})" if size > lengths[i] else ""
             raise ValueError(
-                f"sample {name} has {lengths[i]} tokens{rounded}, more than {CAP_KEY}={max_tokens}: raise {CAP_KEY} to "
-                f"at least {size}, or lower rollout.max_prompt_tokens or rollout.max_response_tokens"
+                f"sample number {i} has {lengths[i]} tokens{rounded}, more than {CAP_KEY}={max_tokens}: "
+                f"raise {CAP_KEY} to at least {size}, or lower rollout.max_prompt_tokens or rollout.max_response_tokens"
             )
 
 

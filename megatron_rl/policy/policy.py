@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import finalise_metrics
@@ -43,7 +42,6 @@ from megatron_rl.policy.reduction import (
 )
 from megatron_rl.policy.reference import LogProbCache, ReferenceWeights
 from megatron_rl.policy.sharded_state import load_training_state, save_training_state
-from megatron_rl.weights.export import export_hf_weights
 from megatron_rl.weights.load import load_hf_weights
 
 if TYPE_CHECKING:
@@ -184,13 +182,8 @@ class Policy:
             self._set_reference(ReferenceWeights(self.chunks))
 
     def reference_log_probs(self, batch: SequenceBatch, plan: Plan) -> np.ndarray:
-        """float32 [T], as `log_probs`, under the reference weights; from the cache when every rank has all of it.
-
-        Raises:
-            PolicyError: there is no reference.
-        """
-        if self.reference is None:
-            raise PolicyError("no reference policy: set algorithm.kl_coef above 0 and call freeze_reference() first")
+        """float32 [T], as `log_probs`, under the reference weights; from the cache when every rank has all of it."""
+        assert self.reference is not None
         cached = self._reference_cache.get(batch)
         if all_ranks_agree(cached is not None):
             assert cached is not None
@@ -284,10 +277,6 @@ class Policy:
             logger.error("%s", message)
 
     # ------------------------------------------------------------------------------------------------ weights, state
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream this pipeline stage's weights as `(Hugging Face name, whole tensor)`; collective over the TP group."""
-        return export_hf_weights(self.chunks, self.hf)
 
     def save(self, run_dir: Path, step: int, extra: Mapping[str, Any], metric: float | None) -> Path:
         """Write the checkpoint of `step` as one atomic unit, and remove old ones as section `checkpoint` says.

@@ -78,15 +78,6 @@ def local_routes(
     return found
 
 
-def rejected_by_routing(mismatch: np.ndarray, limit: float) -> np.ndarray:
-    """bool [S], sequences whose `SequenceBatch.routing_mismatch` is above `moe.max_routing_mismatch`, not NaN ones.
-
-    >>> rejected_by_routing(np.array([0.1, 0.3, np.nan]), 0.2).tolist()
-    [False, True, False]
-    """
-    return mismatch > limit
-
-
 def _runs(destination: np.ndarray) -> list[tuple[int, int]]:
     """Ranges of rows whose tokens follow each other. (The first token of a sequence is nowhere a destination, so no
     range reaches from one sequence into the next.)

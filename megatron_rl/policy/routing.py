@@ -15,7 +15,6 @@ from megatron_rl.policy.batch import Routes, SequenceBatch
 from megatron_rl.policy.exchange import sum_over_data_parallel
 from megatron_rl.policy.reduction import largest_of_all_ranks
 from megatron_rl.policy.replay import Routing, RoutingPass
-from megatron_rl.policy.routes import rejected_by_routing
 from megatron_rl.policy.routing_tally import RoutingCounts, reduce_tally, sequence_mismatch
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class Routers:
             mismatch = sequence_mismatch(run.tally, "engine")
             metrics = self._mismatch(reduce_tally(run.tally, len(self._names)), "engine", mismatch)
             if self._limit is not None:
-                rejected = sum_over_data_parallel(np.array([rejected_by_routing(mismatch, self._limit).sum()]))
+                rejected = sum_over_data_parallel(np.array([(mismatch > self._limit).sum()]))
                 metrics["routing/rejected_sequences"] = float(rejected[0])
         return RoutingFound(run.recorded(), mismatch, metrics)
 

@@ -20,7 +20,6 @@ from megatron_rl.algorithms.spec import AdvantageSpec, LossSpec
 from megatron_rl.config.schema import Config
 
 from .batch import SequenceBatch
-from .routes import rejected_by_routing
 from .step_batch import LocalUpdate, counted_tokens
 
 SumOverReplicas = Callable[[np.ndarray], np.ndarray]
@@ -104,10 +103,10 @@ def _filled(local: LocalUpdate, advantages: np.ndarray, cfg: Config, total: SumO
 
 
 def _rejected_by_routing(batch: SequenceBatch, limit: float | None) -> np.ndarray:
-    """bool [S]. The mask stays as it is: GSPO's sums and lengths are those before any rejection."""
+    """bool [S], not where nothing was compared (NaN). The mask stays: GSPO's sums are those before any rejection."""
     if limit is None or batch.routing_mismatch is None:
         return np.zeros(len(batch), dtype=np.bool_)
-    return rejected_by_routing(batch.routing_mismatch, limit)
+    return batch.routing_mismatch > limit
 
 
 def _at(positions: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

@@ -116,6 +116,8 @@ def gradients(policy: Policy) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megatron_rl.weights.export import export_hf_weights
+
     shared = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
     for chunk in policy._wrapped:
@@ -131,8 +133,8 @@ def gradients(policy: Policy) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad)
-        exported = ((name, tensor) for name, tensor in policy.export() if not name.endswith(FROZEN))
-        result = {name: tensor.float().clone().numpy() for name, tensor in exported}
+        exported = export_hf_weights(policy.chunks, policy.hf)
+        result = {n: tensor.float().clone().numpy() for n, tensor in exported if not n.endswith(FROZEN)}
         for parameter, values in zip(parameters, held, strict=True):
             parameter.copy_(values)
     return result

@@ -89,4 +89,4 @@ def test_a_batch_without_a_trainable_token_still_has_a_micro_batch_on_every_rank
     (update,) = plan_step(samples, config(2), step=0)
     assert len(update.samples) == 0
     assert update.plan.num_microbatches >= 1
-    assert update.plan.data_parallel_size == 2
+    assert len(update.plan.microbatches) == 2
