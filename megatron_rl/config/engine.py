@@ -115,9 +115,10 @@ class EngineConfig(Section):
         wrong = [url for url in urls if not _is_address(url)]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is not the address of a server; write it as http://HOST:PORT")
-        if len({url.rstrip("/") for url in urls}) < len(urls):
+        bare = [url.rstrip("/") for url in urls]
+        if len(set(bare)) < len(bare):
             raise ValueError(f"{urls}: every server may stand once; remove the doubled one")
-        return urls
+        return bare
 
     @field_validator("extra_args")
     @classmethod

@@ -44,11 +44,10 @@ async def connect(
     `restarted`: the run starts its engines again. Raises EngineError when the processes cannot be started; and in the
     middle of the block when the watching fails: nothing would come back any more, and nobody would know why.
     """
-    bare = [url.rstrip("/") for url in urls]
     settings = vocab_size, api_key, routes
     making = WorkerExchange(workers, *settings) if workers else HttpExchange(*settings)
     async with open_session(api_key) as session, making as exchange:
-        replicas = Replicas(bare, session, expected, weights_dir, restarted=restarted)
+        replicas = Replicas(urls, session, expected, weights_dir, restarted=restarted)
         client = EngineClient(
             exchange, replicas, vocab_size=vocab_size, concurrency=concurrency, limits=limits, logs=logs
         )

@@ -45,7 +45,7 @@ class EngineControl:
         api_key: str | None = None,
         logs: Mapping[str, Path] | None = None,
     ) -> None:
-        self.urls = [url.rstrip("/") for url in urls]
+        self.urls = list(urls)
         self.calls = FanOut(api_key=api_key, logs=logs)
         self.timeout_s, self.patience_s = timeout_s, patience_s
         self.interrupted: Callable[[], bool] = lambda: False

@@ -130,13 +130,12 @@ class Replicas:
         if checksum is not None or version != self.version or not (repaired or serving is None):
             self._checksum = checksum
         self.version = version
-        held = None if serving is None else {url.rstrip("/") for url in serving}
         for replica in self._replicas.values():
             replica.told += 1
             replica.look.set()
-            if held is None:
+            if serving is None:
                 continue
-            if replica.url in held:
+            if replica.url in serving:
                 self._given_weights(replica, repaired)
             elif not repaired:
                 replica.lacks_weights = f"was not updated to weight version {version}"

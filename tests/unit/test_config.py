@@ -367,7 +367,8 @@ def test_what_is_no_address_of_a_server_is_refused(values: dict[str, Any], url: 
         validate(put(values, engine__urls=["http://127.0.0.1:30000", url]))
 
 
-def test_a_server_that_stands_twice_is_refused(values: dict[str, Any]) -> None:
+def test_a_server_that_stands_twice_is_refused_whatever_its_address_ends_with(values: dict[str, Any]) -> None:
+    assert validate(put(values, engine__urls=["http://a:1/"])).engine.urls == ["http://a:1"]
     with pytest.raises(ConfigError, match="every server may stand once"):
         validate(put(values, engine__urls=["http://h:1", "http://h:1/"]))
 

@@ -171,7 +171,7 @@ def test_after_an_update_those_that_hold_it_serve_and_others_when_they_were_give
                 await until(lambda: len(replicas.serving) == 2)
                 taken: list[tuple[str, str]] = []
                 replicas.on_out = lambda url, reason: taken.append((url, reason))
-                replicas.publish(3, [first.url + "/"])
+                replicas.publish(3, [first.url])
                 assert taken == [(late.url, "was not updated to weight version 3")]
                 assert replicas.serving == [first.url]
                 await until(lambda: replicas.needs_weights == [late.url])
