@@ -33,7 +33,8 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.step_batch import plan_lengths
 from megatron_rl.rollout.control import EngineControl, nobody_holds
 from megatron_rl.rollout.protocol import EngineError, TransportError
-from megatron_rl.rollout.weight_update import Checksums, LogProbs, WeightUpdate
+from megatron_rl.rollout.sample import LogProbs
+from megatron_rl.rollout.weight_update import Checksums, WeightUpdate
 from megatron_rl.weights.current import CurrentWeights, announce, current
 from megatron_rl.weights.export import MIB
 from megatron_rl.weights.transports import Transport

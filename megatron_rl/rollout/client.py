@@ -18,7 +18,6 @@ import logging
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -112,9 +111,7 @@ class EngineClient:
     async def __aenter__(self) -> EngineClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*self._background)
 
     async def generate(
@@ -134,7 +131,7 @@ class EngineClient:
         parts = [fresh, *begun] if fresh else begun
         with Run({group_of(s.id) for s in samples}, self._runs) as run:
             try:
-                await _together([self._enter(run, part) for part in parts])
+                await together([self._enter(run, part) for part in parts])
             finally:
                 await run.close()
 
@@ -161,7 +158,7 @@ class EngineClient:
                 live -= 1
                 ticket.keep(live)
 
-            await _together([alone(job) for job in jobs])
+            await together([alone(job) for job in jobs])
 
     async def _segment(self, run: Run, jobs: list[Job]) -> list[Job]:
         """One answered request for all jobs, after as many attempts as it takes; returns those that go on.
@@ -369,8 +366,8 @@ def _require_published(url: str, prompts: list[Prompt], answers: list[Generation
             )
 
 
-async def _together(tasks: Sequence[Awaitable[None]]) -> None:
-    """Wait for all; the first error cancels the others and is raised."""
+async def together(tasks: Sequence[Awaitable[None]]) -> None:
+    """Wait for all; the first error cancels the others and is raised. Cancelling cancels them all."""
     if len(tasks) == 1:
         await tasks[0]
         return

@@ -18,7 +18,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import PromptDataset, PromptTokenizer
 from megatron_rl.rewards import RewardPool
 
-from .client import Engines
+from .client import Engines, together
 from .dump import evaluation_file, write_dump
 from .generate import Examiner
 from .protocol import SamplingSettings
@@ -92,7 +92,7 @@ class Evaluator:
                 reason = f"not finished within {self._cfg.rollout.step_timeout_s:g} s (rollout.step_timeout_s)"
             except Exception as error:
                 log.exception("%s failed", job.id)
-                reason = str(_first(error))
+                reason = str(error)
             job.status, job.message = "failed", f"evaluation at step {job.request.step}: {reason}"
 
     async def _evaluate(self, request: EvalRequest) -> dict[str, float]:
@@ -100,9 +100,8 @@ class Evaluator:
         count = min(request.prompts, len(self._dataset))
         groups = await asyncio.gather(*(self._start(i, request) for i in range(count)))
         per_request = max(1, SEQUENCES_PER_REQUEST // request.samples_per_prompt)
-        async with asyncio.TaskGroup() as tasks:
-            for begin in range(0, count, per_request):
-                tasks.create_task(self._answer(groups[begin : begin + per_request]))
+        starts = range(0, count, per_request)
+        await together([self._answer(groups[start : start + per_request]) for start in starts])
         if self._cfg.logging.dump_rollouts:
             path = evaluation_file(self._cfg.run_dir, request.step, request.label)
             records = [self._dataset[g.id] for g in groups]
@@ -124,13 +123,6 @@ class Evaluator:
             stop_token_ids=self._examiner.stop_token_ids,
         )
         await self._examiner.answer(groups, [self._dataset[group.id] for group in groups], settings)
-
-
-def _first(error: BaseException) -> BaseException:
-    """What went wrong first: a task group says only how many errors it holds."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def summarise(groups: list[Group], ks: list[int], seed: int) -> dict[str, float]:

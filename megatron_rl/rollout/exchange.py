@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Protocol
 
 import aiohttp
@@ -67,9 +66,7 @@ class HttpExchange:
         self._session = open_session(self._api_key)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def generate(self, url: str, prompts: Sequence[Prompt]) -> list[Generation]:

@@ -73,23 +73,20 @@ class RouteFiles:
     def remove_later(self) -> None:
         """Remove what is not needed, in the background."""
         if self._removal is None or self._removal.done():
-            self._removal = asyncio.create_task(self._remove_in_words())
-
-    async def _remove_in_words(self) -> None:
-        try:
-            await self.remove()
-        except OSError as error:
-            log.warning("routes of experts that nobody needs could not be removed: %s", error)
+            self._removal = asyncio.create_task(self.remove())
 
     async def remove(self) -> None:
-        """Remove what is not needed. Raises OSError.
+        """Remove what is not needed.
 
         Listed first, judged then: a file that is made meanwhile is not listed, one that is listed has a group that is
         alive, or will never have one.
         """
-        names, saved = await asyncio.to_thread(self._look)
-        needed = self._needed()
-        await asyncio.to_thread(self._unlink, [name for name in names if name not in saved and not needed(name)])
+        try:
+            names, saved = await asyncio.to_thread(self._look)
+            needed = self._needed()
+            await asyncio.to_thread(self._unlink, [name for name in names if name not in saved and not needed(name)])
+        except OSError as error:
+            log.warning("routes of experts that nobody needs could not be removed: %s", error)
 
     def _look(self) -> tuple[list[str], set[str]]:
         """Names of files of groups, and those that kept checkpoints refer to. Lists of other checkpoints go."""

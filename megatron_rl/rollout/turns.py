@@ -13,7 +13,6 @@ after a restart too, the environment begins anew and is told the recorded turns 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ import numpy as np
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.data import PromptRecord, PromptTokenizer, TurnFrame
 
-from .client import Engines
+from .client import Engines, together
 from .environment import EnvironmentFailed
 from .episodes import EnvironmentPool, Episode
 from .protocol import SamplingSettings
@@ -73,18 +72,14 @@ class TurnTaker:
         Raises:
             EngineError: of the engines. What an environment does ends its own sample only (`ENVIRONMENT_FAILED`).
         """
-        tasks = [
-            asyncio.ensure_future(self._play(sample, record, settings, partial(suspended, group.id)))
-            for group, record in zip(groups, records, strict=True)
-            for sample in group.samples
-            if sample.environment_reward is None and sample.finish_reason != ENVIRONMENT_FAILED
-        ]
-        try:
-            await asyncio.gather(*tasks)
-        finally:  # one failed, or this was cancelled
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await together(
+            [
+                self._play(sample, record, settings, partial(suspended, group.id))
+                for group, record in zip(groups, records, strict=True)
+                for sample in group.samples
+                if sample.environment_reward is None and sample.finish_reason != ENVIRONMENT_FAILED
+            ]
+        )
 
     def _with(self, record: PromptRecord, opening: str | None) -> PromptRecord:
         if opening is None:

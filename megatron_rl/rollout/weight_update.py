@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .fanout import FanOut, Pending, Replies
 from .protocol import EngineError, TransportError, version_of
+from .sample import LogProbs
 
 log = logging.getLogger(__name__)
 FLUSH_ATTEMPTS, FLUSH_PAUSE_S = 50, 0.1
@@ -35,7 +35,6 @@ NO_VERSION = "-1"
 
 Checksums = list[dict[str, str]]
 """Of one replica: for each tensor-parallel rank, parameter name -> checksum."""
-LogProbs = npt.NDArray[np.float32]
 
 
 class WeightUpdate:

@@ -21,11 +21,10 @@ from megatron_rl.routes import RoutePart
 from .sample import Group, Sample, Span
 
 COMPONENT = "component/"
-GAPS = ("gap_mean_abs", "gap_max_abs", "routing_mismatch")
-"""What the trainer tells of each sample: difference of log-probs, trainer to engine, over its trainable tokens; and the
-share of (token, layer) with other experts."""
 Gaps = Mapping[str, Sequence[float | None]]
-"""By name of GAPS one value for each row of a table; None for one that was not trained on."""
+"""What the trainer tells of each row of a table, None for one that was not trained on: gap_mean_abs and gap_max_abs,
+differences of log-probs, trainer to engine, over its trainable tokens; routing_mismatch, the share of (token, layer)
+with other experts."""
 
 
 def encode(arrays: dict[str, NDArray[Any]], metadata: dict[str, Any]) -> bytes:
@@ -160,13 +159,6 @@ class RolloutShard:
         arrays, metadata = decode(blob)
         routes = [_parts(parts) for parts in metadata.pop("routes")]
         return cls(**arrays, **metadata, routes=routes)
-
-
-def require_gaps(gaps: Gaps | None, samples: int) -> None:
-    """Raise ValueError unless `gaps` has the columns GAPS with a value, or None, for each of the samples."""
-    if gaps is not None and (set(gaps) != set(GAPS) or any(len(values) != samples for values in gaps.values())):
-        found = {name: len(values) for name, values in gaps.items()}
-        raise ValueError(f"gaps {found}: {', '.join(GAPS)} of {samples} samples were expected")
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[dict[str, NDArray[Any]], list[dict[str, Any]]]:

@@ -266,7 +266,7 @@ def test_a_verifier_that_fails_fails_the_step_when_asked_to(tmp_path, model):
                 client.wait_ready(0, timeout_s=60)
 
 
-def test_weights_of_another_step_rows_that_do_not_exist_and_unknown_keys_are_refused(tmp_path, model):
+def test_weights_of_another_step_evaluations_without_prompts_and_unknown_routes_are_refused(tmp_path, model):
     with running(FakeEngine()) as url:
         cfg = config(tmp_path, model, [url], reward=SORTING, rollout=SMALL)
         with running_controller(cfg), ControllerClient(tmp_path) as client:
@@ -274,8 +274,6 @@ def test_weights_of_another_step_rows_that_do_not_exist_and_unknown_keys_are_ref
                 client.set_weights_version(3)
             client.set_weights_version(0)
             client.wait_ready(0, timeout_s=20)
-            with pytest.raises(ControllerError, match=r"step 0 has 4 samples; there is no index 4.*400"):
-                client.samples(0, [0, 4])
             with pytest.raises(ControllerError, match=r"no held-out prompts: set data\.eval_prompts"):
                 client.evaluate(step=0, prompts=1)
             with pytest.raises(ControllerError, match=r"404"):

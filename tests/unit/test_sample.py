@@ -116,13 +116,6 @@ def test_a_groups_name_is_a_prefix_of_its_own_samples_only(mine, other, k):
     assert group_of(sample_name(mine, k)) == group_name(mine)
 
 
-def test_an_id_that_does_not_fit_the_width_is_refused():
-    with pytest.raises(ValueError, match="does not fit"):
-        sample_name(10**9, 0)
-    with pytest.raises(ValueError, match="does not fit"):
-        sample_name(0, 1000)
-
-
 def test_sampling_seeds_are_fixed_for_all_time_and_differ_between_samples_groups_runs_and_kinds():
     assert sampling_seed(0, 0, 0) == 1201498448  # a resumed run draws what the first one drew
     seeds = [sampling_seed(r, g, k, kind) for r in range(3) for g in range(20) for k in range(8) for kind in "se"]

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any
 
 from ..exchange import HttpExchange
@@ -64,19 +63,17 @@ class WorkerExchange:
                 raise failure
         except BaseException:
             await asyncio.gather(*starts, return_exceptions=True)  # they may just be cancelled
-            await self.__aexit__(None, None, None)
+            await self.__aexit__()
             raise
         self._keepers = [asyncio.create_task(worker.keep()) for worker in self._workers]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._workers))
-        await self._aborts.__aexit__(kind, error, trace)
+        await self._aborts.__aexit__()
 
     @property
     def pids(self) -> list[int]:
