@@ -301,6 +301,19 @@ def test_a_megatron_checkpoint_without_a_config_asks_for_one(megatron: Path, hf:
         actions.megatron_to_hf(open_checkpoint(megatron, tmp_path / "biased"), tmp_path / "out", None)
 
 
+def test_a_hugging_face_directory_without_a_config_is_refused_before_anything_is_written(
+    hf: Path, tmp_path: Path
+) -> None:
+    (hf / "config.json").unlink()
+    source = open_checkpoint(hf)
+    for plan in (
+        lambda: actions.cast(source, tmp_path / "out", torch.float16),
+        lambda: actions.hf_to_megatron(source, tmp_path / "out", TargetLayout(), None),
+    ):
+        with pytest.raises(WeightsError, match=r"hf: no config\.json there; copy it from the model"):
+            plan()
+
+
 def test_a_verb_for_the_other_format_says_which_to_use(hf: Path, megatron: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(WeightsError, match="a Megatron checkpoint already; `convert reshard`"):

@@ -71,7 +71,7 @@ def hf_to_megatron(source: Opened, out: Path, layout: TargetLayout, dtype: torch
         common,
         extra_states(stored),
         folder=f"{RELEASE}/",
-        hf=source.companions,
+        hf=source.beside(),
         tracker=RELEASE,
     )
     identity = _identity("hf-to-megatron", [source], layout=vars(layout), dtype=str(dtype))
@@ -87,8 +87,7 @@ def megatron_to_hf(source: Opened, out: Path, dtype: torch.dtype | None, shard_b
     if source.is_hf:
         raise WeightsError(f"{source.path}: a Hugging Face directory already; `convert cast` writes it anew")
     tensors = _cast(source.as_hf(), dtype, source.hf())
-    assert source.companions is not None
-    target = HfTarget(tensors, source.companions, shard_bytes)
+    target = HfTarget(tensors, source.beside(), shard_bytes)
     return Conversion(target, out, _identity("megatron-to-hf", [source], dtype=str(dtype), shard=shard_bytes))
 
 
@@ -98,7 +97,8 @@ def cast(source: Opened, out: Path, dtype: torch.dtype, shard_bytes: int = SHARD
     With `fp8.FP8` matrices of layers but the router's become blocks with scales, and all else is in bfloat16.
 
     Raises:
-        WeightsError: blocks of fp8 are wanted of a Megatron checkpoint, which holds none.
+        WeightsError: a Hugging Face directory has no config.json; or blocks of fp8 are wanted of a Megatron checkpoint,
+            which holds none.
     """
     identity = _identity("cast", [source], dtype=str(dtype), shard=shard_bytes)
     if isinstance(source.reader, TorchDistReader):
@@ -108,12 +108,12 @@ def cast(source: Opened, out: Path, dtype: torch.dtype, shard_bytes: int = SHARD
                 "cast what it writes"
             )
         return Conversion(rewritten(source.path, source.reader, TargetLayout(), dtype), out, identity)
-    hf = source.hf() if source.companions is not None else None
+    hf = source.hf()
     if dtype is fp8.FP8:
         tensors = _quantised(_cast(source.plain(torch.bfloat16), torch.bfloat16, hf), source)
     else:
         tensors = _cast(source.plain(dtype), dtype, hf)
-    return Conversion(HfTarget(tensors, _companions(source), shard_bytes, dtype), out, identity)
+    return Conversion(HfTarget(tensors, source.beside(), shard_bytes, dtype), out, identity)
 
 
 def _quantised(tensors: Mapping[str, Rows], source: Opened) -> dict[str, Rows]:
@@ -158,7 +158,7 @@ def average(
         name: Changed(name, tensor.dtype, tuple(tensors[name] for tensors in opened), partial(_mean, shares))
         for name, tensor in first.items()
     }
-    target = HfTarget(mean, _companions(sources[0]), shard_bytes)
+    target = HfTarget(mean, sources[0].beside(), shard_bytes)
     return Conversion(target, out, _identity("average", sources, weights=list(weights), shard=shard_bytes))
 
 
@@ -181,10 +181,6 @@ def _identity(verb: str, sources: Sequence[Opened], **options: Any) -> dict[str,
     return {"verb": verb, "sources": [source.identity for source in sources], **options}
 
 
-def _companions(source: Opened) -> Path:
-    return source.companions or source.path
-
-
 def _mean(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     total = tensors[0].to(wide) * shares[0]
@@ -193,11 +189,9 @@ def _mean(shares: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-def _cast(tensors: Mapping[str, Rows], dtype: torch.dtype | None, hf: HfConfig | None = None) -> dict[str, Rows]:
+def _cast(tensors: Mapping[str, Rows], dtype: torch.dtype | None, hf: HfConfig) -> dict[str, Rows]:
     """All in another dtype, but for what `hf`'s table says keeps its own."""
-    keeps: set[str] = set()
-    if hf is not None:
-        keeps = {name for row in family_of(hf).rows(hf) if row.rule.keeps_dtype for name in row.hf}
+    keeps = {name for row in family_of(hf).rows(hf) if row.rule.keeps_dtype for name in row.hf}
     return {name: tensor if name in keeps else cast_rows(tensor, dtype) for name, tensor in tensors.items()}
 
 

@@ -47,19 +47,20 @@ class Opened:
         facts = [(file, file.stat()) for file in self.reader.files]
         return [[str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in facts]
 
-    def hf(self) -> HfConfig:
-        """What config.json says.
+    def beside(self) -> Path:
+        """`companions`. Raises WeightsError where there are none; the message says how to give them."""
+        if self.companions is not None:
+            return self.companions
+        if self.is_hf:
+            raise WeightsError(f"{self.path}: no config.json there; copy it from the model")
+        raise WeightsError(
+            f"{self.path}: a Megatron checkpoint without a config.json beside it; give the Hugging Face directory of "
+            "the model that it was trained from with --hf DIR"
+        )
 
-        Raises:
-            WeightsError: there is none; the message says how to give one.
-            ConfigError: it describes a model that is not supported.
-        """
-        if self.companions is None:
-            raise WeightsError(
-                f"{self.path}: a Megatron checkpoint without a config.json beside it; give the Hugging Face directory "
-                "of the model that it was trained from with --hf DIR"
-            )
-        return read_hf_config(self.companions)
+    def hf(self) -> HfConfig:
+        """What config.json says. Raises as `beside`, and ConfigError where it describes a model not supported."""
+        return read_hf_config(self.beside())
 
     @property
     def in_blocks(self) -> set[str]:
@@ -76,7 +77,7 @@ class Opened:
         if isinstance(self.reader, SafetensorsReader):
             for name in self.in_blocks:
                 found = Dequantised(self.reader[name], self.reader[name + SUFFIX])
-                tensors[name] = cast_rows(found, dtype or computes_in(self.companions))
+                tensors[name] = cast_rows(found, dtype or computes_in(self.beside()))
                 del tensors[name + SUFFIX]
         return tensors
 
@@ -102,8 +103,7 @@ class Opened:
             WeightsError: they are not those of the model that config.json describes.
         """
         hf = self.hf()
-        assert self.companions is not None
-        check_tokenizer(self.companions, hf)
+        check_tokenizer(self.beside(), hf)
         if isinstance(self.reader, TorchDistReader):
             return dict(as_hf(self.reader.weights(), hf, self.path))
         tensors = self.plain(dtype)
@@ -111,9 +111,9 @@ class Opened:
         return {name: tensors[name] for name in family_of(hf).hf_shapes(hf)}
 
 
-def computes_in(path: Path | None) -> torch.dtype:
+def computes_in(path: Path) -> torch.dtype:
     """The dtype that the config.json in a directory names; bfloat16 where it names none that weights may have."""
-    raw = {} if path is None else json.loads((path / CONFIG).read_text())
+    raw = json.loads((path / CONFIG).read_text())
     found = getattr(torch, str(raw.get("torch_dtype") or raw.get("dtype")), None)
     return found if found in FLOATS else torch.bfloat16
 
