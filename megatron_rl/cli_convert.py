@@ -18,6 +18,7 @@ from rich.table import Table
 
 from megatron_rl.cli_convert_run import describe, execute, progress
 from megatron_rl.config import ConfigError
+from megatron_rl.weights.convert.hub import local_path
 
 if TYPE_CHECKING:
     from megatron_rl.weights.convert.actions import Conversion
@@ -27,12 +28,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 _out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-
-
-def _source(name: str) -> Path:
-    from megatron_rl.weights.convert.hub import local_path
-
-    return local_path(name)
 
 
 def _absent(name: str) -> Path:
@@ -47,7 +42,7 @@ Source = Annotated[
     typer.Argument(
         help="Hugging Face directory or hf://ORGANISATION/MODEL[@REVISION], or Megatron checkpoint.",
         metavar="SRC",
-        parser=_source,
+        parser=local_path,
     ),
 ]
 # Eager: looked at before a source is fetched or opened.
@@ -58,7 +53,10 @@ Target = Annotated[
 HfDir = Annotated[
     Path | None,
     typer.Option(
-        "--hf", help="config.json and tokenizer of a Megatron checkpoint that has none beside it.", parser=_source
+        "--hf",
+        help="config.json and tokenizer of a Megatron checkpoint that has none beside it.",
+        parser=local_path,
+        metavar="DIR",
     ),
 ]
 Memory = Annotated[str, typer.Option("--max-memory", help="Memory for tensors, such as 512MiB or 8GiB.")]

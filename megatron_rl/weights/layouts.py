@@ -17,27 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.weights.convert.tensors import Rows
+
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
 
 
-class Source(Protocol):
+class Source(Rows, Protocol):
     """One Hugging Face tensor on disk; reads only what is asked for."""
-
-    @property
-    def name(self) -> str:
-        """As in its checkpoint."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its numbers, as `rows` and `columns` return them."""
-
-    def rows(self, begin: int, end: int) -> Tensor:
-        """Rows `begin` to `end` of the first dimension."""
 
     def columns(self, begin: int, end: int) -> Tensor:
         """Columns `begin` to `end` of the second dimension."""

@@ -43,25 +43,22 @@ def handle_payload(bucket: Bucket, flat: Tensor) -> str:
     """
     output = io.BytesIO()
     entries = [
-        _Entry(tensor.name, tensor.shape, tensor.dtype, begin, end)
+        _Entry(
+            name=tensor.name,
+            shape=torch.Size(tensor.shape),
+            dtype=tensor.dtype,
+            start_idx=begin,
+            end_idx=end,
+            numel=end - begin,
+        )
         for tensor, (begin, end) in zip(bucket.tensors, bucket.bounds, strict=True)
     ]
     _HandlePickler(output, protocol=4).dump({"flattened_tensor": flat[: bucket.nbytes], "metadata": entries})
     return base64.b64encode(output.getvalue()).decode()
 
 
-class _Entry:
-    """One tensor of a bucket, as SGLang's dataclass of five places and a number."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, begin: int, end: int) -> None:
-        self.fields = {
-            "name": name,
-            "shape": torch.Size(shape),
-            "dtype": dtype,
-            "start_idx": begin,
-            "end_idx": end,
-            "numel": end - begin,
-        }
+class _Entry(dict[str, Any]):
+    """The fields of SGLang's dataclass for one tensor of a bucket."""
 
 
 class _HandlePickler(pickle._Pickler):
@@ -81,7 +78,7 @@ class _HandlePickler(pickle._Pickler):
         """`FlattenedTensorMetadata.__new__` without arguments, then its fields."""
         self.write(_METADATA)  # type: ignore[attr-defined]
         self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)  # type: ignore[attr-defined]
-        self.save(entry.fields)  # type: ignore[attr-defined]
+        self.save(dict(entry))  # type: ignore[attr-defined]
         self.write(pickle.BUILD)  # type: ignore[attr-defined]
 
     dispatch[_Entry] = save_entry
