@@ -33,6 +33,7 @@ from megatron_rl.rollout.protocol import EngineError, TransportError
 
 log = logging.getLogger(__name__)
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
+Tags = frozenset[str]
 Call = tuple[str, dict[str, Any]]
 PAUSE: Call = ("/pause_generation", {"mode": "retract"})
 CONTINUE: Call = ("/continue_generation", {})
@@ -68,7 +69,7 @@ class EngineMemory:
 
     def __init__(self, engines: EngineControl, run: RunDir) -> None:
         self._engines, self._run = engines, run
-        self._released: dict[str, frozenset[str]] = {}
+        self._released: dict[str, Tags] = {}
         self._unknown: set[str] = set()
         """Gave no answer; SGLang's scheduler dies of being asked twice."""
         self._pids: dict[str, int] = {}
@@ -93,11 +94,7 @@ class EngineMemory:
             wanted = [tag for tag in tags if tag not in self._released.get(url, ())]
             if wanted and url not in self._unknown:
                 steps[url] = [PAUSE, ("/release_memory_occupation", {"tags": wanted})]
-
-        def book(url: str) -> None:
-            self._released[url] = self._released.get(url, frozenset()) | frozenset(tags)
-
-        self._settle("release of device memory", steps, timeout_s, book)
+        self._settle("release of device memory", steps, timeout_s, lambda released: released | {*tags})
 
     def resume(self, tags: Sequence[str], timeout_s: float | None = None) -> None:
         """Let engines take back what they have released of this.
@@ -111,11 +108,7 @@ class EngineMemory:
         for url, released in self._released.items():
             if wanted := [tag for tag in tags if tag in released]:
                 steps[url] = [("/resume_memory_occupation", {"tags": wanted})]
-
-        def book(url: str) -> None:
-            self._released[url] -= frozenset(tags)
-
-        self._settle("return of device memory", steps, timeout_s, book)
+        self._settle("return of device memory", steps, timeout_s, lambda released: released - {*tags})
 
     def go_on(self, timeout_s: float | None = None) -> None:
         """Let all engines generate again but those that are without memory, also any that were only paused.
@@ -129,14 +122,14 @@ class EngineMemory:
                 log.warning("%s", error)
 
     def _settle(
-        self, what: str, steps: dict[str, list[Call]], timeout_s: float | None, book: Callable[[str], None]
+        self, what: str, steps: dict[str, list[Call]], timeout_s: float | None, change: Callable[[Tags], Tags]
     ) -> None:
-        """Take `steps`, and `book` each URL that has done all of its own before an error is raised for another one."""
+        """Take `steps`; `change` what those have released that did all of theirs, then raise an error of the others."""
         results = self._engines.each(what, steps, timeout_s)
         refused = []
         for url, error in results.items():
             if error is None:
-                book(url)
+                self._released[url] = change(self._released.get(url, frozenset()))
             elif isinstance(error, TransportError):
                 log.warning("%s: going on without it: %s", what, error)
                 self._released.pop(url, None)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import signal
 import subprocess
 import threading
@@ -19,12 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.tags import all_pids, descendants
+
 from .fellows import Fellows
 from .liveness import Silence, listen
 from .processes import decode_exit, die_with_parent
-from .tree import kill_tree
 
 log = logging.getLogger(__name__)
+KILL_ROUNDS, KILL_PAUSE_S = 200, 0.05
 
 
 class RestartLimit:
@@ -182,7 +185,7 @@ class Engine:
         if self._listening:
             words = f"was silent for {self.patience.silent_s:g} s (engine.silent_timeout_s)"
         log.warning("%s %s; killing it", self.name, words)
-        left = kill_tree(self.process.pid)
+        left = _kill_tree(self.process.pid)
         if left:
             log.warning("processes %s of %s do not end", left, self.name)
         self.process.wait()
@@ -215,3 +218,35 @@ class Engine:
             return False
         log.warning("%s; starting it again", what)
         return True
+
+
+def _kill_tree(pid: int) -> list[int]:
+    """KILL to a child of ours, all that descend from it, and whoever shares a session that one of them began.
+
+    A stopped process ends too. Waits until none is left, ten seconds at most: the memory of a device must be free
+    before a successor wants it.
+
+    Returns:
+        Who would not go: a process that a driver or a file system holds.
+    """
+    doomed = {pid, *descendants(pid)}
+    sessions = {pid for pid in doomed if _session(pid) == pid}
+    for _ in range(KILL_ROUNDS):
+        doomed |= {other for other in all_pids() if _session(other) in sessions}  # they may be forking
+        left = [one for one in doomed if _session(one) is not None]
+        if not left:
+            return []
+        for one in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(one, signal.SIGKILL)
+        time.sleep(KILL_PAUSE_S)
+    return left
+
+
+def _session(pid: int) -> int | None:
+    """None for a process that has ended."""
+    try:
+        state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(session)

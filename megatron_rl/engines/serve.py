@@ -144,14 +144,13 @@ def _main(
     seed: Annotated[int | None, typer.Option(help="Of requests without a sampling_seed.")] = None,
     num_threads: Annotated[int | None, typer.Option(help="Threads of one kernel.")] = None,
     enable_return_routed_experts: Annotated[bool, typer.Option(help="Keep the experts of every token.")] = False,
-    kv_cache_gib: Annotated[float | None, typer.Option(help="Memory for keys and values.")] = None,
 ) -> None:
     """Serve a model with the embedded engine."""
     try:
         serve_embedded(
             EmbeddedOptions(
                 model, host, port, False, endpoint_file, dtype, max_running_requests, deterministic, api_key,
-                weight_version, None, context_length, seed, num_threads, enable_return_routed_experts, kv_cache_gib,
+                weight_version, None, context_length, seed, num_threads, enable_return_routed_experts,
             )
         )  # fmt: skip
     except (ValueError, OSError) as error:

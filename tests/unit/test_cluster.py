@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -20,26 +19,14 @@ import torch.distributed as dist
 from megatron_rl import addresses
 from megatron_rl.addresses import EPHEMERAL, free_port
 from megatron_rl.cluster import run_dir
+from megatron_rl.cluster.liveness import answers
 from megatron_rl.cluster.local import _first_failure, run_local
 from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.resume import Resume, nothing_to_do, require_same_run
 from megatron_rl.cluster.run_dir import Anchor, RunDir, RunDirError
 from megatron_rl.config import Config, dump, validate
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: object, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.02)
+from tests.processes import has_ended, wait_until
 
 
 def test_every_rank_gets_what_rank_zero_computed() -> None:
@@ -193,7 +180,7 @@ def test_stopping_ends_the_grandchildren_too(tmp_path: Path) -> None:
     grandchild = int(tail(tmp_path / "log"))
     stop([role], timeout_s=10)
     assert role.process.returncode == -signal.SIGTERM
-    wait_until(lambda: not alive(grandchild))
+    wait_until(lambda: has_ended(grandchild))
 
 
 def test_a_process_that_ignores_term_is_killed_after_the_timeout(tmp_path: Path) -> None:
@@ -241,7 +228,7 @@ def test_a_role_dies_with_the_launcher_however_that_dies(tmp_path: Path) -> None
     process.kill()
     process.wait()
     process.stdout.close()
-    wait_until(lambda: not alive(child))
+    wait_until(lambda: has_ended(child))
 
 
 def test_a_failure_on_a_full_disk_names_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,9 +269,9 @@ def test_a_directory_stays_held_while_a_process_of_the_run_lives_on_after_its_la
             pass
         threading.Timer(0.3, os.kill, (survivor, signal.SIGKILL)).start()
         with RunDir(folder).locked(20):
-            wait_until(lambda: not alive(survivor))
+            wait_until(lambda: has_ended(survivor))
     finally:
-        if alive(survivor):
+        if not has_ended(survivor):
             os.kill(survivor, signal.SIGKILL)
 
 
@@ -370,3 +357,17 @@ def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(addresses, "_first_ephemeral", lambda: taken.getsockname()[1] + 1)
         with pytest.raises(OSError, match="in use"):
             free_port()
+
+
+def test_an_answer_that_is_no_http_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(1000)
+                connection.sendall(b"what?\r\n\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert not answers(f"http://127.0.0.1:{server.getsockname()[1]}", None, 60.0)
+        answering.join()

@@ -25,7 +25,6 @@ from tests.unit.rollout_rig import config
         ("port", 70000),
         ("max_running_requests", 0),
         ("context_length", -1),
-        ("kv_cache_gib", 0.0),
         ("num_threads", 0),
     ],
 )

@@ -152,7 +152,7 @@ def test_routes_move_grow_and_return_with_keys_and_values(model: Any) -> None:
     prompts = [np.arange(3 + i) % VOCAB for i in range(4)]
     with torch.inference_mode():
         decoder.prefill(prompts[:2], [[0], [1, 2]], 0)
-        saved = decoder.save(1, 4)
+        saved = decoder.cache.save(1, 4)
         decoder.prefill([np.arange(200) % VOCAB], [[3]], 3)
         decoder.move(np.array([0]), np.array([2]), 4)
         decoder.restore([saved], 4)

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.cluster.engine_supervisor import reserved_port
 from megatron_rl.engines.serve import bind
+from tests.processes import has_ended, wait_until
 
 SUPERVISOR = """
 import sys
@@ -122,13 +123,6 @@ def start(script: str, folder: Path, *other: str) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def test_an_engine_that_dies_is_started_again_until_the_limit_is_reached(tmp_path: Path) -> None:
     supervisor = start(SERVES, tmp_path)
     for number in range(1, 4):
@@ -172,10 +166,7 @@ def test_an_engine_does_not_outlive_a_supervisor_that_was_killed(tmp_path: Path)
     (engine,) = pids(tmp_path, 1)
     supervisor.kill()
     supervisor.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while not has_ended(engine):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: has_ended(engine))
 
 
 def watch(script: str, folder: Path, *numbers: float) -> subprocess.Popen[str]:
@@ -184,20 +175,13 @@ def watch(script: str, folder: Path, *numbers: float) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while not has_ended(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_an_engine_that_is_silent_is_killed_with_all_its_processes_and_started_again(tmp_path: Path) -> None:
     supervisor = watch(ANSWERS, tmp_path, 600, 0.5, 10**6)  # restarts without end: a busy machine may cause some
     silent = pids(tmp_path, 1, "asked")[-1]
     os.kill(silent, signal.SIGSTOP)
     children = pids(tmp_path, 1, "children")
-    wait_for_end(silent)
-    wait_for_end(children[-1])
+    wait_until(lambda: has_ended(silent))
+    wait_until(lambda: has_ended(children[-1]))
     while pids(tmp_path, 2, "asked")[-1] == silent:  # a successor was asked, and so it serves
         time.sleep(0.02)
     supervisor.terminate()

@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.cluster.stacks import dump_stacks
 from megatron_rl.tags import descendants, tagged
+from tests.processes import wait_until
 
 LEAVES = "import subprocess; subprocess.run('setsid sleep 600 & true', shell=True, start_new_session=True)\n"
 LEAVES_UNNAMED = LEAVES.replace("setsid", "setsid env -i")
@@ -59,13 +58,6 @@ class Task:
         code = self.keeper.wait(60)
         wait_until(lambda: not tagged(self.run))
         return code
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from megatron_rl.engines.server_process import ServerFailed, ServerProcess
 from megatron_rl.engines.sglang import _require_free, _write_keys, head_address, sglang_from_config
 from megatron_rl.engines.sglang_command import SglangOptions, command_line, environment
 from megatron_rl.engines.sglang_install import Installed, SglangError, inspect, require_tested
+from tests.processes import wait_until
 from tests.unit.rollout_rig import config
 
 CPU, CUDA = Installed("0.5.23", "2.13.0+cpu"), Installed("0.5.23", "2.14.1")
@@ -277,13 +277,6 @@ def shared_by(session: int) -> Path:
     return Path(f"/dev/shm/sglang_loads_test_{session}.shm")
 
 
-def wait_until_gone(session: int) -> None:
-    deadline = time.monotonic() + 60
-    while guard.members(session) or shared_by(session).exists():
-        assert time.monotonic() < deadline, guard.members(session)
-        time.sleep(0.02)
-
-
 def test_the_end_of_a_server_is_the_end_of_all_its_processes() -> None:
     with reserved_port("127.0.0.1", for_sglang=True) as kept:
         port = kept.getsockname()[1]
@@ -305,7 +298,7 @@ def test_a_killed_launcher_leaves_no_process_of_its_server() -> None:
         assert len(guard.members(session)) == 2
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-        wait_until_gone(session)
+        wait_until(lambda: not guard.members(session) and not shared_by(session).exists())
 
 
 def test_a_server_that_ends_before_it_serves_shows_what_it_said() -> None:

@@ -162,12 +162,8 @@ class Decoder:
         """Copy slots; see `KVCache.move`."""
         self.cache.move(torch.from_numpy(destinations), torch.from_numpy(sources), length)
 
-    def save(self, slot: int, length: int) -> Saved:
-        """See `KVCache.save`."""
-        return self.cache.save(slot, length)
-
     def restore(self, saved: Sequence[Saved], live: int) -> None:
-        """Write what `save` returned into the slots from `live` on, keeping those before."""
+        """Write what `KVCache.save` returned into the slots from `live` on, keeping those before."""
         self.cache.reserve(live + len(saved), max(part.length for part in saved) + 1, live)
         for slot, part in enumerate(saved, live):
             self.cache.restore(slot, part)

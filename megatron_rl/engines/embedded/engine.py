@@ -59,7 +59,9 @@ class Engine:
         limits = _limits(model, options)
         kind = FixedShapeDecoder if options.deterministic else Decoder
         routes = options.enable_return_routed_experts
-        decoder = kind(forward, options.max_running_requests, limits.context_length, _kv_budget(options), routes)
+        # For keys and values of running sequences; an eighth more is for ended ones that may be continued.
+        budget = psutil.virtual_memory().available // 2
+        decoder = kind(forward, options.max_running_requests, limits.context_length, budget, routes)
         self.service = Service(limits, options.seed)
         self.scheduler = Scheduler(
             decoder,
@@ -138,9 +140,3 @@ def _limits(model: Any, options: EmbeddedOptions) -> Limits:
     found = [model.config.eos_token_id, getattr(generation, "eos_token_id", None)]
     eos = {i for ids in found if ids is not None for i in (ids if isinstance(ids, list) else [ids])}
     return Limits(model.config.vocab_size, length, frozenset(eos))
-
-
-def _kv_budget(options: EmbeddedOptions) -> int:
-    if options.kv_cache_gib is not None:
-        return int(options.kv_cache_gib * 2**30)
-    return int(psutil.virtual_memory().available) // 2

@@ -92,6 +92,10 @@ class Gate:
         """Wait until no update is in progress. Raises ShuttingDown."""
         await self._until(lambda: not self._updating)
 
+    async def until_empty(self) -> None:
+        """Wait until the generation calls inside have been answered. Raises ShuttingDown."""
+        await self._until(lambda: not self._inside)
+
     async def unless_closed(self, future: asyncio.Future[T]) -> T:
         """The future's result. Raises ShuttingDown when the server ends before it is there."""
         future.add_done_callback(lambda _: self._wake())

@@ -64,22 +64,15 @@ class KVCache:
 
     def __init__(self, shape: KVShape, budget: int) -> None:
         self.shape, self._budget = shape, budget
-        self.slots = self.length = 0
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self.routes: list[torch.Tensor] = []
         self.clear()
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
         self.slots = self.length = 0
         shape = self.shape
-        for tensors in (self.keys, self.values):
-            tensors[:] = [
-                torch.zeros(0, shape.num_kv_heads, 0, shape.head_dim, dtype=shape.dtype)
-                for _ in range(shape.num_layers)
-            ]
-        self.routes[:] = [torch.zeros(0, 1, 0, shape.top_k, dtype=ROUTE) for _ in range(shape.moe_layers)]
+        nothing = torch.zeros(0, shape.num_kv_heads, 0, shape.head_dim, dtype=shape.dtype)
+        self.keys, self.values = [nothing] * shape.num_layers, [nothing] * shape.num_layers
+        self.routes = [torch.zeros(0, 1, 0, shape.top_k, dtype=ROUTE)] * shape.moe_layers
 
     def reserve(self, slots: int, length: int, live: int) -> None:
         """Make room for `slots` sequences of `length` tokens, keeping what the first `live` slots hold."""

@@ -51,12 +51,9 @@ class EmbeddedOptions:
     """Threads of one kernel; None = what torch chooses."""
     enable_return_routed_experts: bool = False
     """Keep which experts every token was routed to, for requests that ask."""
-    kv_cache_gib: float | None = None
-    """Memory for keys and values of running sequences, and an eighth more for ended ones that may be continued; None =
-    half of what is available at start."""
 
     def __post_init__(self) -> None:
-        for name in ("max_running_requests", "context_length", "num_threads", "kv_cache_gib"):
+        for name in ("max_running_requests", "context_length", "num_threads"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value}: must be positive")

@@ -1,6 +1,6 @@
 """What requests for generation may say, in SGLang 0.5.23's field names, and their way into `Request`.
 
-Only what a run sends is known here. Any other field is refused: nothing is silently ignored.
+Any field that is not known here is refused: nothing is silently ignored.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
 from .request import Request, Sampling, Tokens
+from .sampler import derive_seed
 
 TokenIds = list[StrictInt]
 
@@ -39,6 +40,7 @@ class SamplingParams(Body):
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
     sampling_seed: int | None = None
 
     def to_sampling(self, limits: Limits, prompt_tokens: int, fresh_seed: Callable[[], int]) -> Sampling:
@@ -108,7 +110,7 @@ class GenerateRequest(Body):
     """Without effect: nothing is shared between requests but a sequence that is gone on with, by the same weights."""
 
     def to_call(self, limits: Limits, fresh_seed: Callable[[], int]) -> GenerateCall:
-        """Check everything and make the sequences, one for each prompt. Raises BadRequest."""
+        """Check everything and make the sequences: prompt by prompt, each n times. Raises BadRequest."""
         _require(len(self.input_ids) > 0, "input_ids cannot be empty.")
         single = not isinstance(self.input_ids[0], list)
         ids: list[Any] = [self.input_ids] if single else self.input_ids
@@ -117,13 +119,19 @@ class GenerateRequest(Body):
             len(params) == len(ids),
             f"sampling_params has {len(params)} entries for {len(ids)} sequences of input_ids.",
         )
-        prompts = [_prompt(one, limits) for one in ids]
+        samples = {param.n for param in params}
+        _require(len(samples) == 1, "The parallel_sample_num should be the same for all samples in sample params.")
+        n = samples.pop()
+        _require(n >= 1, f"n must be at least 1, got {n}.")
         scored = self.return_logprob and self.logprob_start_len == 0
-        requests = [
-            Request(rid, prompt, param.to_sampling(limits, len(prompt), fresh_seed), scored, self._routed_from(prompt))
-            for rid, prompt, param in zip(self._rids(len(prompts)), prompts, params, strict=True)
-        ]
-        return GenerateCall(requests, self.return_logprob, as_list=not single)
+        requests = []
+        for rid, one, param in zip(self._rids(len(ids)), ids, params, strict=True):
+            prompt = _prompt(one, limits)
+            first = param.to_sampling(limits, len(prompt), fresh_seed)
+            for k in range(n):
+                name, sampling = rid if n == 1 else f"{rid}_{k}", replace(first, seed=derive_seed(first.seed, k))
+                requests.append(Request(name, prompt, sampling, scored, self._routed_from(prompt)))
+        return GenerateCall(requests, self.return_logprob, as_list=not single or n > 1)
 
     def _routed_from(self, prompt: Tokens) -> int | None:
         if not self.return_routed_experts:
@@ -138,7 +146,7 @@ class GenerateRequest(Body):
         return start
 
     def _rids(self, prompts: int) -> list[str]:
-        """One id for each sequence."""
+        """One id for each prompt; with n above 1 it begins those of its samples."""
         if self.rid is None:
             return [uuid.uuid4().hex for _ in range(prompts)]
         rids = [self.rid] if isinstance(self.rid, str) else self.rid
@@ -169,7 +177,7 @@ class AbortRequest(Body):
 class PauseRequest(Body):
     """Body of POST /pause_generation."""
 
-    mode: Literal["retract", "in_place"]
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 def _require(condition: bool, message: str) -> None:

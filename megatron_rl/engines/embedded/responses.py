@@ -25,13 +25,14 @@ def generation(request: Request, return_log_probs: bool) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": request.finish_reason,
-        "prompt_tokens": len(request.prompt),
-        "cached_tokens": request.cached_tokens,
-        "num_retractions": request.num_retractions,
         "completion_tokens": len(output_ids),
         "weight_version": spans[-1].version,
         "weight_versions": [asdict(span) for span in spans],
     }
+    if request.prefilled or request.sampling.max_new_tokens == 0:  # one that ends before is told without, as by SGLang
+        meta["prompt_tokens"] = len(request.prompt)
+        meta["cached_tokens"] = request.cached_tokens
+        meta["num_retractions"] = request.num_retractions
     if request.scored:
         meta["input_token_logprobs"] = _input_log_probs(request)
     if return_log_probs:

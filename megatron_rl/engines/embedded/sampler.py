@@ -42,6 +42,13 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     return (words >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
+def derive_seed(seed: int, index: int) -> int:
+    """Seed, of 64 bits like the given one, of the `index`-th of n samples of one request; the 0-th is the request's."""
+    if index == 0:
+        return seed
+    return int(mix(np.array([seed], np.uint64) + np.array([index], np.uint64) * _GOLDEN)[0])
+
+
 def sample(logits: torch.Tensor, rows: SamplingBatch) -> tuple[Tokens, LogProbs]:
     """Draw one token per row by inverting the cumulative distribution.
 

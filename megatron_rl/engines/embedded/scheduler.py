@@ -225,7 +225,7 @@ class Scheduler:
         for row, reason in reasons.items():
             if reason["type"] in ("length", "abort") and row not in broken:
                 cached = self._batch.cached(row)
-                self._parked.put(cached, self._decoder.save(row, len(cached)))
+                self._parked.put(cached, self._decoder.cache.save(row, len(cached)))
         self._drop(rows)
         self._finish(ended)
 
@@ -256,10 +256,12 @@ class Scheduler:
             self._finish([(r, aborted_waiting()) for r in waiting])
         self._leave({row: aborted_running() for row, r in enumerate(self._batch.requests) if matches(r)})
 
-    def pause(self, mode: Literal["retract", "in_place"]) -> None:
-        """Stop stepping. `retract` sends running requests back to wait, without their cache."""
+    def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+        """Stop stepping. `abort` ends all requests, `retract` sends running ones back to wait, without their cache."""
         self._paused = True
-        if mode == "retract" and len(self._batch):
+        if mode == "abort":
+            self.abort(lambda _: True)
+        elif mode == "retract" and len(self._batch):
             retracted = list(self._batch.requests)
             self._drop(np.arange(len(retracted)))
             for request in retracted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from .weight_service import WeightService
 from .weights import WeightsError
 
 log = logging.getLogger(__name__)
+HEALTH_TIMEOUT_S = 20.0
+OPEN_PATHS = ("/health", "/ready")
 
 
 def create_app(service: Service, weights: WeightService, options: EmbeddedOptions) -> FastAPI:
@@ -103,6 +106,14 @@ def _add_information(app: FastAPI, service: Service, weights: WeightService, opt
     async def ready() -> Response:
         return Response(status_code=503 if service.failed else 200)
 
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            await asyncio.wait_for(service.load(), HEALTH_TIMEOUT_S)
+        except (TimeoutError, RuntimeError):
+            return Response(status_code=503)
+        return Response()
+
     @app.get("/model_info")
     async def model_info() -> Response:
         return answer({"model_path": weights.model_path, "weight_version": service.weight_version})
@@ -143,7 +154,7 @@ class _BearerToken:
         self._app, self._expected = app, f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/ready":
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(given, self._expected):
                 await answer({"error": "Unauthorized"}, 401)(scope, receive, send)

@@ -138,9 +138,11 @@ class Service:
         self._scheduler.call(lambda: self._scheduler.abort(lambda request: request.rid.startswith(prefix)))
 
     async def pause(self, body: PauseRequest) -> None:
-        """Hold the calls at the gate, and what runs."""
+        """Hold the calls at the gate, and what runs; mode abort answers that first. Raises ShuttingDown."""
         self.gate.pause()
         await self._call(lambda: self._scheduler.pause(body.mode))
+        if body.mode == "abort":
+            await self.gate.until_empty()
 
     async def resume(self) -> None:
         """End a pause, once the update in progress is done."""
