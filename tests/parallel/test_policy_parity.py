@@ -1,7 +1,8 @@
 """Loss, gradients, metrics and log-probs do not depend on how the work is split, and are those of transformers.
 
 The reference is computed in the test's own process: transformers' model, one sequence after another, and autograd.
-Every layout must agree with it and with the unsplit run. Each scaling that `policy/forward.py` switches off would show
+Every family is tried alone and split, experts in every layout of theirs; what else is combined with the layouts of a
+dense model is compared with one rank in test_layouts.py. Each scaling that `policy/forward.py` switches off would show
 here: sums over data-parallel ranks and micro-batches would become means. So would gradients of experts that are summed
 over the group of the others, and a gradient norm that counts the experts of one expert-parallel rank only.
 """
@@ -77,29 +78,17 @@ TWO_RANKS = {
     "one_rank_microbatches": Case({}, max_tokens=24, alone=True),
     "tp2": Case(TP2),
     "tp2_microbatches": Case(TP2, max_tokens=24),
-    "tp2_sequence_parallel": Case(TP2 | SP, max_tokens=48),
-    "tp2_sequence_parallel_tied": Case(TP2 | SP, model="qwen3-tied"),
-    "tp2_recompute_full": Case(TP2 | {"recompute": "full"}),
-    "tp2_recompute_selective": Case(TP2 | {"recompute": "selective", "sequence_parallel": True}),
-    "tp2_tied": Case(TP2, model="qwen3-tied"),
     "tp2_qwen2": Case(TP2, model="qwen2", max_tokens=24),
     "tp2_llama": Case(TP2, model="llama", max_tokens=24),
     "tp2_mistral": Case(TP2, model="mistral"),
     "tp2_qwen2_yarn": Case(TP2, model="qwen2-yarn"),
     "pp2": Case(PP2),
-    "pp2_microbatches": Case(PP2, max_tokens=24),
-    "pp2_tied": Case(PP2, model="qwen3-tied", max_tokens=48),
     "pp2_qwen2": Case(PP2, model="qwen2", max_tokens=48),
     "pp2_llama": Case(PP2, model="llama", max_tokens=48),
     "pp2_interleaved": Case(PP2 | VPP2, max_tokens=24),
     "cp2": Case(CP2),
-    "cp2_microbatches": Case(CP2, max_tokens=24),
-    "cp2_tied": Case(CP2, model="qwen3-tied"),
-    "cp2_recompute_full": Case(CP2 | {"recompute": "full"}, max_tokens=48),
-    "cp2_recompute_selective": Case(CP2 | {"recompute": "selective"}),
     "dp2": Case(DP2),
     "dp2_microbatches": Case(DP2, max_tokens=24),
-    "dp2_whole_optimizer": Case(DP2 | {"use_distributed_optimizer": False}),
     "tp2_bf16": Case(TP2, dtype="bfloat16"),
     "ep2": Case(DP2 | EP2, "qwen3_moe", max_tokens=24),
     "ep2_whole_optimizer": Case(DP2 | EP2 | {"use_distributed_optimizer": False}, "qwen3_moe"),
@@ -124,10 +113,7 @@ TWO_RANKS = {
     "glm4_moe_cp2_plain": Case(CP2 | EP2, "plain_glm", max_tokens=48),
     "deepseek_v3_pp2": Case(PP2 | {"num_layers_in_first_pipeline_stage": 1}, "deepseek_v3", max_tokens=48),
 }
-DENSE = [
-    *((name, model) for name in LAYOUTS for model in ("qwen3", "qwen3-tied")),
-    *((name, model) for name in ("tp2-pp2", "tp4") for model in ("qwen2", "llama")),
-]
+DENSE = (("tp2-pp2", "qwen2"), ("tp2-pp2", "llama"), ("tp4", "qwen3"), ("tp4", "qwen2"), ("tp4", "llama"))
 FOUR_RANKS = {
     "ep4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "qwen3_moe", max_tokens=24),
     "dp4_ep2": Case({"data_parallel_size": 4} | EP2, "qwen3_moe"),
@@ -148,7 +134,6 @@ FOUR_RANKS = {
 """The launch of two ranks has the unsplit runs."""
 BY_SIZE = {2: TWO_RANKS, 4: FOUR_RANKS}
 CASES = TWO_RANKS | FOUR_RANKS
-SPLIT = [name for name, case in CASES.items() if not case.alone and case.dtype == "float32"]
 EXACT = [name for name, case in CASES.items() if case.dtype == "float32"]
 
 
@@ -327,13 +312,6 @@ def test_gradients_are_those_of_transformers(name, results, references):
     expected, found = references[CASES[name].model].gradients, whole_gradients(results[name])
     assert found.keys() == expected.keys()
     errors = {key: relative_error(found[key], expected[key]) for key in expected}
-    assert worst(errors.values()) <= TOLERANCE, errors
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_split_gradients_equal_those_of_one_rank(name, results):
-    expected = whole_gradients(results[f"one_rank_{CASES[name].model}"])
-    errors = {key: relative_error(values, expected[key]) for key, values in whole_gradients(results[name]).items()}
     assert worst(errors.values()) <= TOLERANCE, errors
 
 

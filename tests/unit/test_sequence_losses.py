@@ -162,23 +162,6 @@ def test_only_the_mean_of_a_sequence_is_clamped() -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_positions_are_inert_whatever_stands_there(spec: LossSpec, garbage: float) -> None:
-    clean = packed()
-    dirty = {k: torch.cat([v, v[:1]]) if isinstance(v, Tensor) else v for k, v in clean.items()}
-    sequences = clean["sequences"]
-    dirty["sequences"] = Sequences(torch.cat([sequences.index, sequences.index[:1]]), sequences.lengths)
-    dirty["weights"][-1] = 0
-    for name in ("log_probs", "old_log_probs", "advantages", "behaviour_log_probs"):
-        dirty[name][-1] = garbage
-    loss, gradient, flags = loss_and_gradient(clean, spec)
-    dirty_loss, dirty_gradient, dirty_flags = loss_and_gradient(dirty, spec)
-    assert dirty_loss == loss
-    assert dirty_gradient.tolist() == [*gradient.tolist(), 0.0]
-    assert dirty_flags == [*flags, FREE]
-
-
-@every_kind
 def test_an_all_masked_batch_has_loss_and_gradient_zero(spec: LossSpec) -> None:
     tokens = packed()
     tokens["weights"] = torch.zeros_like(tokens["weights"])

@@ -1,19 +1,14 @@
 """Metrics are sums over trainable tokens divided by global counts, whatever the split."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_rl.algorithms.losses import FREE, HIGH, REJECTED_SEQUENCE, Sequences
 from megatron_rl.algorithms.normalisation import BatchCounts
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import finalise_metrics, merge_statistics, token_statistics
-
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 def random_tokens(seed, size=30):
@@ -98,30 +93,6 @@ def test_one_ratio_per_sequence_has_no_share_of_token_ratios_beyond_its_bounds()
     assert names[0] - names[1] == {"ratio_above", "ratio_below"}
 
 
-@given(seed=SEEDS, cuts=st.lists(st.integers(0, 30), max_size=4))
-@settings(max_examples=50, deadline=None)
-def test_metrics_do_not_depend_on_the_split(seed, cuts):
-    tokens = random_tokens(seed)
-    edges = [0, *sorted(cuts), 30]
-    index = torch.arange(30) % 4
-    lengths = torch.zeros(4, dtype=torch.float64).index_add_(0, index, tokens["mask"].double())
-
-    def piece(a, b):
-        rest = {"spec": LossSpec(), "sequences": Sequences(index[a:b], lengths)}
-        return {k: v[a:b] for k, v in tokens.items()} | rest
-
-    parts, tokens = [piece(a, b) for a, b in itertools.pairwise(edges)], piece(0, 30)
-    assert metrics_of(parts) == pytest.approx(metrics_of([tokens]), rel=1e-12)
-
-
-@given(seed=SEEDS)
-@settings(max_examples=20, deadline=None)
-def test_masked_tokens_are_not_read(seed):
-    tokens = random_tokens(seed)
-    dirty = {k: torch.where(tokens["mask"], v, float("nan")) if v.is_floating_point() else v for k, v in tokens.items()}
-    assert metrics_of([dirty]) == metrics_of([tokens])
-
-
 def test_without_trainable_tokens_no_mean_is_reported():
     """A zero would count as a collapsed entropy, and as one of several updates pull the mean of a step down."""
     tokens = random_tokens(0) | {"mask": torch.zeros(30, dtype=torch.bool)}
@@ -134,12 +105,6 @@ def test_only_what_was_measured_is_reported():
     tokens = random_tokens(0)
     metrics = metrics_of([{"log_probs": tokens["log_probs"], "mask": tokens["mask"]}])
     assert metrics == {"policy/ratio_mean": 1.0, "policy/kl_old": 0.0}
-
-
-def test_a_part_without_a_statistic_does_not_hide_the_others():
-    tokens = random_tokens(0)
-    bare = {k: tokens[k] for k in ("log_probs", "mask", "old_log_probs")}
-    assert "policy/entropy" in metrics_of([bare, tokens])
 
 
 def test_the_loss_is_reported_as_summed():
