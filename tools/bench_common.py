@@ -1,20 +1,29 @@
-"""What both benchmarks share: the load of the machine, peak memory of processes, medians; it measures neither side."""
+"""What benchmarks share: the load of the machine, peak memory of processes, medians, engines; it measures no side."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
+import signal
 import statistics
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-POLL_S = 0.3
+from megatron_rl.cluster.processes import die_with_parent
+
+ROOT = Path(__file__).resolve().parent.parent
+POLL_S, START_S = 0.3, 180.0
 
 
 class BenchError(RuntimeError):
@@ -29,6 +38,57 @@ def load_average() -> str:
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """`median (smallest .. largest)`."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} .. {max(values):.{digits}f})"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An embedded engine that answers."""
+
+    url: str
+    process: psutil.Process
+
+    def cpu_seconds(self) -> float:
+        """Used so far, all threads."""
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+
+@contextmanager
+def running_engines(model: Path, folder: Path, count: int, *words: str) -> Iterator[list[Engine]]:
+    """Embedded engines in fp32, in processes of their own, which end with the block or with this process.
+
+    Raises:
+        BenchError: one does not answer; with the end of its output.
+    """
+    with contextlib.ExitStack() as stack:
+        places = [folder / f"engine-{i}" for i in range(count)]
+        started = [stack.enter_context(_started(model, place, words)) for place in places]
+        deadline = time.monotonic() + START_S
+        yield [_await(place, process, deadline) for place, process in zip(places, started, strict=True)]
+
+
+@contextmanager
+def _started(model: Path, place: Path, words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "megatron_rl.engines.serve", "--model", str(model), "--dtype", "float32"]
+    command += ["--endpoint-file", str(place.with_suffix(".json")), *words]
+    with place.with_suffix(".log").open("wb") as output:
+        orphan = functools.partial(die_with_parent, signal.SIGTERM)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=orphan)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _await(place: Path, process: subprocess.Popen[bytes], deadline: float) -> Engine:
+    endpoint = place.with_suffix(".json")
+    while not endpoint.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            said = place.with_suffix(".log").read_text()[-2000:]
+            raise BenchError(f"an engine does not answer after {START_S:.0f} s:\n{said}")
+        time.sleep(0.1)
+    return Engine(str(json.loads(endpoint.read_text())["url"]), psutil.Process(process.pid))
 
 
 @dataclass

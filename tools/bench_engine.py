@@ -17,22 +17,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-import psutil
 import torch
 import transformers
 
@@ -41,9 +36,8 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_rl.data import PromptDataset, PromptTokenizer  # noqa: E402
 from megatron_rl.data.quickstart import Quickstart, write_quickstart  # noqa: E402
-from tools.bench_common import BenchError, load_average, spread  # noqa: E402
+from tools.bench_common import BenchError, Engine, load_average, running_engines, spread  # noqa: E402
 
-START_S = 180.0
 BATCH_SIZES = (16, 32, 64, 128, 256, 512)
 
 
@@ -68,19 +62,6 @@ class Cost:
     cpu_seconds: float
 
 
-@dataclass(frozen=True)
-class Server:
-    """A running engine."""
-
-    url: str
-    process: psutil.Process
-
-    def cpu_seconds(self) -> float:
-        """Used so far, all threads."""
-        times = self.process.cpu_times()
-        return times.user + times.system
-
-
 def main() -> int:
     """Print tokens per second and ratios; 1 with an explanation when a side cannot be run."""
     arguments = _arguments()
@@ -91,7 +72,8 @@ def main() -> int:
             folder = Path(name)
             write_quickstart(folder / "inputs", Quickstart(prompts=max(512, arguments.groups)))
             model = arguments.model or folder / "inputs" / "model"
-            with _engine(model, folder, arguments) as server:
+            words = ("--num-threads", str(arguments.threads), "--max-running-requests", "512")
+            with running_engines(model, folder, 1, *words) as (server,):
                 _compare(arguments, _loads(arguments, folder / "inputs", model), model, server)
     except (BenchError, OSError) as error:
         print(f"bench_engine: {error}", file=sys.stderr)
@@ -122,7 +104,7 @@ def _loads(arguments: argparse.Namespace, inputs: Path, model: Path) -> dict[str
     return {"uniform": Load(prompts, [arguments.length] * len(prompts)), "long-tailed": Load(prompts, long_tailed)}
 
 
-def _compare(arguments: argparse.Namespace, loads: dict[str, Load], model: Path, server: Server) -> None:
+def _compare(arguments: argparse.Namespace, loads: dict[str, Load], model: Path, server: Engine) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     theirs.generation_config.eos_token_id = None
     for name, load in loads.items():
@@ -149,28 +131,7 @@ def _compare(arguments: argparse.Namespace, loads: dict[str, Load], model: Path,
 # ------------------------------------------------------------------------------------------------------------ our side
 
 
-@contextmanager
-def _engine(model: Path, folder: Path, arguments: argparse.Namespace) -> Iterator[Server]:
-    """A server in a process of its own."""
-    endpoint, log = folder / "engine.json", folder / "engine.log"
-    command = [sys.executable, "-m", "megatron_rl.engines.serve", "--model", str(model), "--dtype", "float32"]
-    command += ["--endpoint-file", str(endpoint), "--num-threads", str(arguments.threads)]
-    command += ["--max-running-requests", "512"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + START_S
-            while not endpoint.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise BenchError(f"the engine does not answer after {START_S:.0f} s:\n{log.read_text()[-2000:]}")
-                time.sleep(0.1)
-            yield Server(json.loads(endpoint.read_text())["url"], psutil.Process(process.pid))
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _engine_cost(server: Server, load: Load, group_size: int) -> Cost:
+def _engine_cost(server: Engine, load: Load, group_size: int) -> Cost:
     before = server.cpu_seconds()
     seconds = asyncio.run(_post_all(server.url, load, group_size))
     # The system counts whole ticks: a load of a few tokens may take less than one.

@@ -20,31 +20,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
-import functools
-import json
 import math
 import secrets
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from aiohttp import web
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_rl.cluster.processes import die_with_parent  # noqa: E402
 from megatron_rl.config import Config, validate  # noqa: E402
 from megatron_rl.data.quickstart import Quickstart, write_quickstart  # noqa: E402
 from megatron_rl.rewards import RewardPool  # noqa: E402
@@ -57,9 +49,8 @@ from megatron_rl.rollout.pull import ControllerClient, ControllerError  # noqa: 
 from megatron_rl.rollout.sample import Sample  # noqa: E402
 from megatron_rl.rollout.server import build_app  # noqa: E402
 from megatron_rl.rollout.wire import RolloutTable  # noqa: E402
-from tools.bench_common import BenchError, load_average, spread  # noqa: E402
+from tools.bench_common import BenchError, Engine, load_average, running_engines, spread  # noqa: E402
 
-START_S = 180.0
 STEP_S = 600.0
 CONTEXT = 2048
 PROMPT = 16
@@ -153,10 +144,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="bench-partial-") as name:
             folder = Path(name)
             model = _write_inputs(folder / "inputs", arguments.groups * 64, arguments.layers)
-            with _engines(model, folder, arguments) as servers:
+            words = ("--num-threads", "1", "--weight-version", "0", "--max-running-requests", "1024")
+            with running_engines(model, folder, arguments.engines, *words) as servers:
                 sides = {}
                 for side in ("sync", "partial"):
-                    cfg = _config(folder / side, folder / "inputs", servers.urls, side, arguments)
+                    cfg = _config(folder / side, folder / "inputs", [server.url for server in servers], side, arguments)
                     sides[side] = asyncio.run(_run(cfg, servers, lengths, side, arguments))
                     _print_side(side, sides[side])
         return _compare(sides["sync"], sides["partial"], lengths, arguments.seed)
@@ -232,62 +224,16 @@ def _config(run_dir: Path, inputs: Path, urls: list[str], side: str, arguments: 
     )
 
 
-@dataclass(frozen=True)
-class Servers:
-    """The running engines."""
-
-    urls: list[str]
-    processes: list[psutil.Process]
-
-    def cpu_seconds(self) -> float:
-        """Used so far, all of them together."""
-        times = [process.cpu_times() for process in self.processes]
-        return sum(one.user + one.system for one in times)
-
-
-@contextmanager
-def _engines(model: Path, folder: Path, arguments: argparse.Namespace) -> Iterator[Servers]:
-    """Servers in processes of their own."""
-    with contextlib.ExitStack() as stack:
-        started = [stack.enter_context(_started(model, folder / f"engine-{i}")) for i in range(arguments.engines)]
-        deadline = time.monotonic() + START_S
-        urls = [_await(folder / f"engine-{i}", process, deadline) for i, process in enumerate(started)]
-        yield Servers(urls, [psutil.Process(process.pid) for process in started])
-
-
-@contextmanager
-def _started(model: Path, place: Path) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "megatron_rl.engines.serve", "--model", str(model), "--dtype", "float32"]
-    command += ["--endpoint-file", str(place.with_suffix(".json")), "--num-threads", "1", "--weight-version", "0"]
-    command += ["--max-running-requests", "1024"]
-    with place.with_suffix(".log").open("wb") as output:
-        orphan = functools.partial(die_with_parent, signal.SIGTERM)
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=orphan)
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _await(place: Path, process: subprocess.Popen, deadline: float) -> str:
-    endpoint = place.with_suffix(".json")
-    while not endpoint.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            said = place.with_suffix(".log").read_text()[-2000:]
-            raise BenchError(f"an engine does not answer after {START_S:.0f} s:\n{said}")
-        time.sleep(0.1)
-    return str(json.loads(endpoint.read_text())["url"])
-
-
-async def _run(cfg: Config, servers: Servers, lengths: Lengths, side: str, arguments: argparse.Namespace) -> Side:
+async def _run(
+    cfg: Config, servers: Sequence[Engine], lengths: Lengths, side: str, arguments: argparse.Namespace
+) -> Side:
     """The controller in this event loop, the trainer in a thread; each side has draws of its own."""
     print(
         f"{side}: {cfg.rollout.groups_per_step} x {cfg.rollout.group_size} responses a step; {load_average()}",
         flush=True,
     )
     biased, seed = arguments.biased and side == "partial", arguments.seed + (side == "partial")
-    async with connect_run(cfg, servers.urls) as client, RewardPool(cfg.reward) as verifiers:
+    async with connect_run(cfg, [server.url for server in servers]) as client, RewardPool(cfg.reward) as verifiers:
         engines: Any = BudgetedEngines(client, lengths, seed, biased)
         controller = Controller(cfg, Prompts(cfg), engines, verifiers)
         token = secrets.token_urlsafe(16)
@@ -304,14 +250,15 @@ async def _run(cfg: Config, servers: Servers, lengths: Lengths, side: str, argum
             await runner.cleanup()
 
 
-def _train(cfg: Config, servers: Servers, first: int) -> Side:
+def _train(cfg: Config, servers: Sequence[Engine], first: int) -> Side:
     """The trainer's words to controller and engine, without any training."""
-    controller, engines = ControllerClient(cfg.run_dir), EngineControl(servers.urls, timeout_s=STEP_S)
+    controller = ControllerClient(cfg.run_dir)
+    engines = EngineControl([server.url for server in servers], timeout_s=STEP_S)
     lengths, ages, seconds, cpu = [], [], [], 0.0
     engines.update_from_disk(cfg.model.path, 0)
     for step in range(cfg.steps):
         if step == first - 1:
-            cpu = servers.cpu_seconds()
+            cpu = sum(server.cpu_seconds() for server in servers)
         began = time.perf_counter()
         controller.set_weights_version(step)
         controller.wait_ready(step, STEP_S)
@@ -324,7 +271,7 @@ def _train(cfg: Config, servers: Servers, first: int) -> Side:
             lengths.append(np.asarray(table.response_length, np.int64))
             ages.append(float(step - np.asarray(table.version_first).min()))
     engines.close()
-    return Side(seconds, servers.cpu_seconds() - cpu, np.concatenate(lengths), ages)
+    return Side(seconds, sum(server.cpu_seconds() for server in servers) - cpu, np.concatenate(lengths), ages)
 
 
 def _print_side(name: str, side: Side) -> None:
