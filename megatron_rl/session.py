@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from megatron_rl.monitor.result import RunResult
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.exchange import sum_over_data_parallel
 from megatron_rl.policy.microbatch import Plan
-from megatron_rl.policy.policy import LogProbs, Policy, StepResult
+from megatron_rl.policy.policy import LogProbs, Policy
 from megatron_rl.policy.sequence_gaps import sequence_gaps
 from megatron_rl.policy.step_batch import LocalUpdate
 from megatron_rl.policy.step_targets import fill_targets
@@ -210,12 +210,12 @@ class Session:
         metrics: StepMetrics,
         table: RolloutTable,
         updates: Sequence[LocalUpdate],
-        results: Sequence[StepResult],
+        results: Sequence[Mapping[str, float]],
     ) -> None:
         """Metrics of the batch and of its updates."""
         self._tokens = int((table.prompt_length + table.response_length).sum())
         metrics.merge(batch_metrics(table))
-        found = [{**update.metrics, **result.metrics} for update, result in zip(updates, results, strict=True)]
+        found = [{**update.metrics, **result} for update, result in zip(updates, results, strict=True)]
         metrics.merge(mean_of_updates(found))
 
     # ------------------------------------------------------------------------------------------------ now and then

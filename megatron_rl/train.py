@@ -58,7 +58,7 @@ def warm_up(s: Session) -> None:
     sft = s.cfg.sft
     for i, batch in enumerate(s.sft_batches(), start=1):
         with s.sft_step(i) as metrics:
-            metrics.merge(s.policy.sft_step(*batch, sft.lr).metrics)
+            metrics.merge(s.policy.sft_step(*batch, sft.lr))
             reached = (i % sft.check_every == 0) and s.sft_target_reached(i, metrics)
         if reached:
             break

@@ -72,21 +72,6 @@ class LogProbs:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One update, equal on all ranks.
-
-    Attributes:
-        metrics: flat `group/name` -> value; token metrics are divided by the trainable tokens of the whole batch.
-        grad_norm: before clipping.
-        skipped: a loss, a gradient or an input was not finite, so the weights are unchanged.
-    """
-
-    metrics: dict[str, float]
-    grad_norm: float
-    skipped: bool
-
-
 class Policy:
     """See `build`. `chunks` are the bare Megatron models of this rank, one per virtual pipeline stage."""
 
@@ -195,7 +180,9 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------------------- updates
 
-    def train_step(self, batch: SequenceBatch, plan: Plan, spec: LossSpec, with_entropy: bool = True) -> StepResult:
+    def train_step(
+        self, batch: SequenceBatch, plan: Plan, spec: LossSpec, with_entropy: bool = True
+    ) -> dict[str, float]:
         """One optimizer update on `batch`.
 
         Args:
@@ -205,11 +192,16 @@ class Policy:
             spec: the loss.
             with_entropy: report `policy/entropy`.
 
+        Returns:
+            Metrics, equal on all ranks: those of tokens divided by the trainable tokens of the whole batch;
+            `optimizer/grad_norm` before clipping; `optimizer/skipped` 1 when a loss, a gradient or an input was not
+            finite, so that the weights are unchanged.
+
         Raises:
             PolicyError: too many updates in a row were skipped; names the samples.
         """
         totals, routing = self._accumulate_and_apply(batch, plan, spec, with_entropy, replays=True)
-        metrics = finalise_metrics(totals.sums, totals.counts) | {
+        return finalise_metrics(totals.sums, totals.counts) | {
             "policy/tokens": float(totals.counts.tokens),
             "policy/sequences": float(totals.counts.sequences),
             "policy/microbatches": float(plan.num_microbatches),
@@ -218,19 +210,17 @@ class Policy:
             "optimizer/skipped": float(not totals.finite),
             **routing,
         }
-        return StepResult(metrics, totals.grad_norm, not totals.finite)
 
-    def sft_step(self, batch: SequenceBatch, plan: Plan, learning_rate: float) -> StepResult:
+    def sft_step(self, batch: SequenceBatch, plan: Plan, learning_rate: float) -> dict[str, float]:
         """One supervised update: `-Σ weight * log_prob` of the trainable tokens, otherwise as `train_step`."""
         self.set_learning_rate(learning_rate)
         totals, _ = self._accumulate_and_apply(batch, plan, SFT, with_entropy=False, replays=False)
-        metrics = {
+        return {
             "sft/loss": float(totals.sums["loss"]),
             "sft/grad_norm": totals.grad_norm,
             "sft/lr": self.learning_rate,
             "sft/tokens": float(totals.counts.tokens),
         }
-        return StepResult(metrics, totals.grad_norm, not totals.finite)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Use this rate from the next update on."""

@@ -68,7 +68,7 @@ def _update(path: str, dtype: str, parallel: dict[str, Any], alone: bool) -> Fou
         log_probs = policy.log_probs(batch, plan).log_probs
         result = policy.train_step(batch.with_arrays(old_log_probs=log_probs), plan, SPEC)
         sequences = dict(zip(plan.sequences(dp_rank), np.split(log_probs, batch.offsets[1:-1]), strict=True))
-        return Found(sequences, gradients(policy), result.grad_norm)
+        return Found(sequences, gradients(policy), result["optimizer/grad_norm"])
 
 
 def installed_exchanges(latent: bool) -> list[str]:

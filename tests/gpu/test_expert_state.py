@@ -77,7 +77,7 @@ def train(policy: Any, cfg: Any, steps: range) -> list[float]:
     for step in steps:
         batch, plan = local_part(make_batch(VOCAB, seed=step), cfg, 0)
         old = policy.log_probs(batch, plan).log_probs + np.float32(0.1)
-        metrics = policy.train_step(batch.with_arrays(old_log_probs=old), plan, LossSpec()).metrics
+        metrics = policy.train_step(batch.with_arrays(old_log_probs=old), plan, LossSpec())
         found += [metrics["policy/loss"], metrics["optimizer/grad_norm"]]
     return found
 

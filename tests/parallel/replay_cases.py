@@ -182,8 +182,8 @@ class Runner:
             "mismatch": old.routing_mismatch,
             "log_probs": np.split(old.log_probs, self.batch.offsets[1:-1]),
             "old_metrics": old.metrics,
-            "same_metrics": same.metrics,
-            "metrics": result.metrics,
+            "same_metrics": same,
+            "metrics": result,
             "gradients": gradients(self.policy),
         } | (self._more(batch) if self.is_alone else {})
 
@@ -197,7 +197,7 @@ class Runner:
         return {
             "moved_log_probs": moved[batch.mask],
             "engine_log_probs": batch.old_log_probs[batch.mask],
-            "other_microbatches": self.policy.train_step(batch, plan, SPEC).metrics,
+            "other_microbatches": self.policy.train_step(batch, plan, SPEC),
         }
 
     def _load(self, name: str) -> None:

@@ -66,7 +66,7 @@ def _train(policy: Any, cfg: Any, dp_rank: int, steps: range) -> list[float]:
         old = policy.log_probs(batch, plan).log_probs + np.float32(0.1)
         batch = batch.with_arrays(reference_log_probs=reference, old_log_probs=old)
         policy.set_learning_rate(1e-2 / (step + 1))
-        metrics = policy.train_step(batch, plan, SPEC).metrics
+        metrics = policy.train_step(batch, plan, SPEC)
         losses += [metrics[name] for name in COMPARED]
     return losses
 

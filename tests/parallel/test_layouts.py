@@ -145,9 +145,9 @@ def _update(policy: Any, loss: Loss, batch: SequenceBatch, plan: Any, dp_rank: i
     log_probs = policy.log_probs(local, plan).log_probs
     policy.set_learning_rate(0.0)
     result = policy.train_step(local, plan, spec)
-    assert not result.skipped
+    assert not result["optimizer/skipped"]
     by_sequence = dict(zip(sequences, np.split(log_probs, local.offsets[1:-1]), strict=False))
-    return Found({n: v for n, v in result.metrics.items() if n not in OF_THE_SPLIT}, gradients(policy), by_sequence)
+    return Found({n: v for n, v in result.items() if n not in OF_THE_SPLIT}, gradients(policy), by_sequence)
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
