@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_rl.algorithms.staleness import token_versions
-from megatron_rl.config import Config, validate
+from megatron_rl.config import Config
 from megatron_rl.data import PromptCursor
 from megatron_rl.rollout.pace import Pace
 from megatron_rl.rollout.pool import GroupPool
 from megatron_rl.rollout.sample import Group, Span
 from megatron_rl.rollout.scheduler import Scheduler
 from megatron_rl.rollout.wire import pack_groups, unpack_groups
+from tests.least import least
 
 T = TypeVar("T")
 NEVER = 10**9
@@ -58,17 +59,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 def config(steps: int, deterministic: bool = False, **rollout: Any) -> Config:
     """A small run."""
-    return validate(
-        {
-            "run_dir": "unused",
-            "steps": steps,
-            "deterministic": deterministic,
-            "model": {"path": "unused"},
-            "data": {"prompts": "unused"},
-            "reward": {"components": [{"name": "sorting"}]},
-            "rollout": {"groups_per_step": 4, "group_size": 2, "step_timeout_s": 1e5, **rollout},
-        }
-    )
+    rollout = {"groups_per_step": 4, "group_size": 2, "step_timeout_s": 1e5, **rollout}
+    return least(steps=steps, deterministic=deterministic, rollout=rollout)
 
 
 class SlowMaker:

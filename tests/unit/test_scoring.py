@@ -11,17 +11,15 @@ import pytest
 from megatron_rl.config import Config
 from megatron_rl.rollout.sample import Group, Span
 from megatron_rl.rollout.scoring import shape
+from tests.least import least
 
 LENGTHS = (2, 6, 8, 8)
 """The longest responses are cut at the limit of 8."""
 
 
 def config(reward: dict[str, Any] | None = None, seed: int = 1, **rollout: Any) -> Config:
-    return Config(
-        run_dir="unused",
+    return least(
         seed=seed,
-        model={"path": "unused"},
-        data={"prompts": "unused.jsonl"},
         reward={"components": [{"name": "exact"}], **(reward or {})},
         rollout={"max_response_tokens": 8, "dynamic_sampling": "off", **rollout},
     )
@@ -48,7 +46,7 @@ def test_the_overlong_punishment_is_added_to_the_total_and_not_to_correctness() 
     made = group((1.0, 0.0, 1.0, 0.0))
     shape(made, config(overlong_cache=4, overlong_scale=0.5))
     assert rewards(made) == [1.0, -0.25, 0.5, -0.5]
-    assert made.correctness.tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert [s.correctness for s in made.samples] == [1.0, 0.0, 1.0, 0.0]
     assert all(trained(made))
 
 
@@ -85,7 +83,7 @@ def test_the_shuffled_control_permutes_shaped_rewards_together_with_correctness(
         plain, shuffled = (group((1.0, 0.0, 1.0, 0.0), group_id=group_id) for _ in range(2))
         shape(plain, config(overlong_cache=4))
         shape(shuffled, config({"shuffle": True}, overlong_cache=4))
-        pairs = [list(zip(rewards(made), made.correctness, strict=True)) for made in (plain, shuffled)]
+        pairs = [[(s.reward, s.correctness) for s in made.samples] for made in (plain, shuffled)]
         assert sorted(pairs[0]) == sorted(pairs[1])
         assert [s.components for s in shuffled.samples] == [s.components for s in plain.samples]
         orders.add(tuple(rewards(shuffled)))

@@ -11,16 +11,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_rl.cluster.slurm.placement import NodeShape, Placement, need, place, plan_rows, require_allocation
-from megatron_rl.config import Config, ConfigError, load_config, validate
+from megatron_rl.config import Config, ConfigError, load_config
+from tests.least import least
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_NODE = NodeShape(cpus=96, gpus=8)
 
 
 def configuration(cluster: dict[str, Any] | None = None, **sections: Any) -> Config:
-    values: dict[str, Any] = {"run_dir": "r", "model": {"path": "m"}, "data": {"prompts": "p"}}
-    values |= {"reward": {"components": [{"name": "x"}]}, "cluster": cluster or {}}
-    return validate({**values, **sections})
+    return least(cluster=cluster or {}, **sections)
 
 
 def names(count: int) -> list[str]:

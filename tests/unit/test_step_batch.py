@@ -9,17 +9,14 @@ import pytest
 
 from megatron_rl.config import Config
 from megatron_rl.policy.step_batch import Update, plan_step
+from tests.least import least
 
 GROUPS, SIZE, LONGEST = 8, 4, 8
 
 
 def config(data_parallel_size: int = 1, dynamic_sampling: str = "off", **algorithm: Any) -> Config:
-    return Config(
-        run_dir="unused",
+    return least(
         seed=3,
-        model={"path": "unused"},
-        data={"prompts": "unused.jsonl"},
-        reward={"components": [{"name": "exact"}]},
         parallel={"data_parallel_size": data_parallel_size},
         algorithm={"max_tokens_per_microbatch": 24, **algorithm},
         rollout={
