@@ -30,6 +30,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_rl.algorithms.advantages import compute_advantages  # noqa: E402
+from megatron_rl.algorithms.normalisation import token_weights  # noqa: E402
+from megatron_rl.algorithms.spec import AdvantageSpec, LossSpec  # noqa: E402
 from megatron_rl.config import Config, load_config  # noqa: E402
 from megatron_rl.data import PromptDataset, PromptTokenizer  # noqa: E402
 from megatron_rl.data.quickstart import Quickstart, write_quickstart  # noqa: E402
@@ -154,7 +157,6 @@ def _measure(
     arguments: argparse.Namespace, seed: int, work: Path, engine: str, rate: float
 ) -> Iterator[tuple[tuple[str, int], Row]]:
     """Rows by (mode, updates made)."""
-    from megatron_rl.algorithms.spec import LossSpec
     from megatron_rl.policy.policy import Policy
     from megatron_rl.policy.step_batch import plan_lengths
 
@@ -201,8 +203,8 @@ def _row(batch: SequenceBatch, found: LogProbs, old: np.ndarray) -> Row:
 
 def _weighted(batch: SequenceBatch) -> SequenceBatch:
     """With GSPO's weights: the mean over sequences of their tokens' mean."""
-    counts = batch.trainable_counts
-    per_token = np.repeat(1.0 / (counts * len(counts)), batch.lengths).astype(np.float32)
+    weights = token_weights("seq_mean_token_mean", batch.trainable_counts)
+    per_token = np.repeat(weights, batch.lengths).astype(np.float32)
     return batch.with_arrays(weights=np.where(batch.mask, per_token, np.float32(0)))
 
 
@@ -228,8 +230,9 @@ def _sample(arguments: argparse.Namespace, seed: int, cfg: Config, dtype: str) -
     log_probs = outputs.logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0].numpy()
     padded = np.pad(log_probs, ((0, 0), (1, 0))).astype(np.float32)
     answers = [tokenizer.encode_text(record.answer or "") for record in records for _ in range(arguments.group_size)]
-    rewards = np.array([_reward(row[start:], answer) for row, answer in zip(tokens.tolist(), answers, strict=True)])
-    advantages = _advantages(rewards.reshape(arguments.prompts, arguments.group_size)).ravel()
+    rewards = [_reward(row[start:], answer) for row, answer in zip(tokens.tolist(), answers, strict=True)]
+    groups = np.repeat(np.arange(arguments.prompts), arguments.group_size)
+    advantages = compute_advantages(rewards, groups, lengths, np.ones(len(groups), bool), AdvantageSpec())
     rows = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
     batch = SequenceBatch.from_sequences(
         rows,
@@ -238,7 +241,6 @@ def _sample(arguments: argparse.Namespace, seed: int, cfg: Config, dtype: str) -
         advantages=np.repeat(advantages, lengths).astype(np.float32),
         behaviour_log_probs=np.concatenate([padded[i, :length] for i, length in enumerate(lengths)]),
     )
-    groups = np.repeat(np.arange(arguments.prompts), arguments.group_size)
     return Sampled(batch, _routes(outputs.router_logits, lengths, batch.offsets), groups)
 
 
@@ -250,11 +252,6 @@ def _length(row: list[int], start: int, end_id: int) -> int:
 def _reward(response: list[int], answer: list[int]) -> float:
     """Share of the digits that are where they belong."""
     return float(np.mean([given == right for given, right in zip(response, answer, strict=False)]))
-
-
-def _advantages(rewards: np.ndarray) -> np.ndarray:
-    """GRPO's, of [prompts, group]."""
-    return (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
 
 
 def _routes(router_logits: tuple[torch.Tensor, ...], lengths: list[int], offsets: np.ndarray) -> Routes:
