@@ -23,7 +23,7 @@ import psutil
 from megatron_rl.cluster.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
-POLL_S, START_S = 0.3, 180.0
+POLL_S, START_S = 0.3, 300.0
 
 
 class BenchError(RuntimeError):
@@ -64,7 +64,7 @@ def running_engines(model: Path, folder: Path, count: int, *words: str) -> Itera
         places = [folder / f"engine-{i}" for i in range(count)]
         started = [stack.enter_context(_started(model, place, words)) for place in places]
         deadline = time.monotonic() + START_S
-        yield [_await(place, process, deadline) for place, process in zip(places, started, strict=True)]
+        yield [await_engine(place, process, deadline) for place, process in zip(places, started, strict=True)]
 
 
 @contextmanager
@@ -81,7 +81,8 @@ def _started(model: Path, place: Path, words: Sequence[str]) -> Iterator[subproc
             process.wait(30)
 
 
-def _await(place: Path, process: subprocess.Popen[bytes], deadline: float) -> Engine:
+def await_engine(place: Path, process: subprocess.Popen[bytes], deadline: float) -> Engine:
+    """An engine that publishes its address in PLACE.json and logs to PLACE.log. Raises BenchError."""
     endpoint = place.with_suffix(".json")
     while not endpoint.exists():
         if process.poll() is not None or time.monotonic() > deadline:

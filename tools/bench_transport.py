@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,11 +36,11 @@ from typing import Any
 import psutil
 import torch
 
-from tools.bench_common import load_average, spread
+from tools.bench_common import START_S, BenchError, await_engine, load_average, spread
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, FFN, VOCAB = 1024, 2048, 512
-START_S, TIMEOUT_S = 300.0, 120.0
+TIMEOUT_S = 120.0
 MIB = 2**20
 
 
@@ -78,29 +77,25 @@ def servers(
     engine: str, python: Path, model: Path, folder: Path, count: int = 2
 ) -> Iterator[tuple[list[str], list[psutil.Process]]]:
     """Addresses of servers that are ready, and their processes, which are all ended."""
-    from megatron_rl.addresses import free_port
-
-    ports = [free_port() for _ in range(count)]
+    places = [folder / f"server-{i}" for i in range(count)]
     started = []
-    for port in ports:
-        words = [sys.executable, "-m", "tools.bench_transport", "serve", engine, str(python), str(model), str(port)]
-        with open(folder / f"server-{port}.log", "wb") as log:
+    for place in places:
+        endpoint = str(place.with_suffix(".json"))
+        words = [sys.executable, "-m", "tools.bench_transport", "serve", engine, str(python), str(model), endpoint]
+        with place.with_suffix(".log").open("wb") as log:
             started.append(subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT))
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
     try:
-        for url, process, port in zip(urls, started, ports, strict=True):
-            _wait_until_ready(url, process, folder / f"server-{port}.log")
-        yield urls, [child for p in started for child in _tree(p.pid)]
+        deadline = time.monotonic() + START_S
+        found = [await_engine(place, process, deadline) for place, process in zip(places, started, strict=True)]
+        trees = [[one.process, *one.process.children(recursive=True)] for one in found]
+        yield [one.url for one in found], [process for tree in trees for process in tree]
+    except BenchError as error:
+        sys.exit(str(error))
     finally:
         for process in started:
             process.send_signal(signal.SIGTERM)
         for process in started:
             process.wait(60)
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
@@ -109,7 +104,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(time.user + time.system for time in times)
 
 
-def serve(engine: str, python: str, model: str, port: int) -> None:
+def serve(engine: str, python: str, model: str, endpoint_file: str) -> None:
     """One server, in a process of its own; without the memory for many requests, which it would take otherwise."""
     from megatron_rl.engines.embedded.options import EmbeddedOptions
     from megatron_rl.engines.serve import serve_embedded
@@ -117,23 +112,13 @@ def serve(engine: str, python: str, model: str, port: int) -> None:
     from megatron_rl.engines.sglang_command import SglangOptions
 
     if engine == "embedded":
-        serve_embedded(EmbeddedOptions(model, port=port, dtype="float32", num_threads=1))
+        serve_embedded(EmbeddedOptions(model, endpoint_file=endpoint_file, dtype="float32", num_threads=1))
         return
     few = ("--max-total-tokens", "2048")
-    options = SglangOptions(model, python, port=port, dtype="float32", max_running_requests=4, extra_args=few)
+    options = SglangOptions(
+        model, python, endpoint_file=endpoint_file, dtype="float32", max_running_requests=4, extra_args=few
+    )
     serve_sglang(options, os.environ)
-
-
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + START_S
-    while True:
-        with contextlib.suppress(OSError):
-            if opener.open(url + "/ready", timeout=10).status == 200:
-                return
-        if process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"{url} did not come up:\n{log.read_text()[-3000:]}")
-        time.sleep(1.0)
 
 
 RECEIVER = """
@@ -391,7 +376,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        chosen, interpreter, folder, number = sys.argv[2:]
-        serve(chosen, interpreter, folder, int(number))
+        serve(*sys.argv[2:])
     else:
         main()
