@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,42 +43,31 @@ class Totals:
 def reduce_reports(batch: SequenceBatch, reports: list[dict[str, Any]], grad_norm: float) -> Totals:
     """Merge the reports of `LossHead` over micro-batches and data-parallel ranks, for all ranks. Collective.
 
-    One float64 vector is SUMMED over all ranks. Of each model replica only tensor rank 0 of the last pipeline stage
-    fills it in; every other one adds zeros, except for its verdict on the gradient. Context-parallel ranks each have
-    other rows of the same sequences: all of them add theirs, and the first one counts the sequences. Largest values
-    travel as one slot per data- and context-parallel rank, since a sum cannot take a maximum; they are never negative.
+    Of each model replica only tensor rank 0 of the last pipeline stage reports; every other rank adds zeros, except for
+    its verdict on the gradient. Context-parallel ranks each have other rows of the same sequences: all of them add
+    theirs, and the first one counts the sequences. What merges by maximum is never negative: -1 is no report.
     """
     from megatron.core import parallel_state
 
-    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    head = torch.zeros(4, dtype=torch.float64)
-    values, present = (torch.zeros(len(ADDED), dtype=torch.float64) for _ in range(2))
-    largest, largest_present = (torch.zeros(len(LARGEST), replicas, dtype=torch.float64) for _ in range(2))
-    head[0] = float(not math.isfinite(grad_norm))
+    sums: dict[str, float] = {}
+    non_finite = tokens = sequences = 0
     if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
         sums = {name: float(value) for name, value in merge_statistics(report["sums"] for report in reports).items()}
-        head[1] = sum(int(report["non_finite"].sum()) for report in reports)
+        non_finite = sum(int(report["non_finite"].sum()) for report in reports)
         if parallel_state.get_context_parallel_rank() == 0:
-            head[2], head[3] = float(batch.mask.sum()), float((batch.trainable_counts > 0).sum())
-        for index, name in enumerate(ADDED):
-            values[index], present[index] = sums.get(name, 0.0), name in sums
-        for index, name in enumerate(LARGEST):
-            largest[index, replica], largest_present[index, replica] = sums.get(name, 0.0), name in sums
-    parts = [head, values, present, largest.flatten(), largest_present.flatten()]
-    vector = torch.cat(parts).to(device())
-    dist.all_reduce(vector)
-    head, values, present, flat_largest, flat_present = vector.cpu().split([part.numel() for part in parts])
-    totals = {name: float(values[i]) for i, name in enumerate(ADDED) if present[i]}
-    for index, name in enumerate(LARGEST):
-        if flat_present.view_as(largest)[index].any():
-            totals[name] = float(flat_largest.view_as(largest)[index].max())
+            tokens, sequences = int(batch.mask.sum()), int((batch.trainable_counts > 0).sum())
+    counts = [not math.isfinite(grad_norm), non_finite, tokens, sequences]
+    added = _reduced([*counts, *(sums.get(name, 0.0) for name in ADDED)], dist.ReduceOp.SUM)
+    present = [name in sums for name in ADDED]
+    largest = _reduced([*present, *(sums.get(name, -1.0) for name in LARGEST)], dist.ReduceOp.MAX)
+    totals = {name: value for name, value, there in zip(ADDED, added[4:], largest, strict=False) if there}
+    totals |= {name: value for name, value in zip(LARGEST, largest[len(ADDED) :], strict=True) if value != -1}
     return Totals(
         sums=totals,
-        counts=BatchCounts(tokens=int(head[2]), sequences=int(head[3])),
-        non_finite_tokens=int(head[1]),
+        counts=BatchCounts(tokens=int(added[2]), sequences=int(added[3])),
+        non_finite_tokens=int(added[1]),
         grad_norm=grad_norm,
-        finite=bool(head[0] == 0 and head[1] == 0 and math.isfinite(totals["loss"])),
+        finite=added[0] == 0 and added[1] == 0 and math.isfinite(totals["loss"]),
     )
 
 
@@ -95,16 +84,19 @@ def gather_non_finite_samples(microbatches: list[MicroBatch], reports: list[dict
 
 def all_ranks_agree(condition: bool) -> bool:
     """True when `condition` holds on every rank. Collective."""
-    agreed = torch.tensor([int(condition)], device=device())
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return bool(agreed.item())
+    return bool(_reduced([condition], dist.ReduceOp.MIN)[0])
 
 
 def largest_of_all_ranks(value: float) -> float:
     """The largest `value` of any rank. Collective."""
-    found = torch.tensor([value], dtype=torch.float64, device=device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found.item())
+    return _reduced([value], dist.ReduceOp.MAX)[0]
+
+
+def _reduced(values: Sequence[float], operation: Any) -> list[float]:
+    """Each of `values` over all ranks, in float64. Collective."""
+    found = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(found, op=operation)
+    return found.tolist()
 
 
 def rows_of_all_ranks(rows: np.ndarray) -> np.ndarray:
