@@ -61,6 +61,7 @@ def assert_partial(answer: dict[str, Any]) -> None:
     assert meta["finish_reason"]["message"] == "Aborted"
     assert 10 <= len(answer["output_ids"]) < LONG["max_new_tokens"]
     assert len(answer["output_ids"]) == meta["completion_tokens"] == len(meta["output_token_logprobs"])
+    assert meta["prompt_tokens"] == len(PROMPT)
 
 
 def test_aborted_while_running_keeps_tokens_and_log_probs(server: Server, reference: Reference) -> None:
@@ -79,6 +80,7 @@ def test_aborted_while_waiting_has_no_tokens(server: Server) -> None:
     answer = waiting.result(60)
     assert answer["output_ids"] == []
     assert answer["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    assert "prompt_tokens" not in answer["meta_info"]
     assert not any(future.done() for future in running)
     server.ok("/abort_request", {"abort_all": True})
     for future in running:
@@ -141,8 +143,11 @@ def test_aborting_a_retracted_request_keeps_what_it_had(server: Server) -> None:
     assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"])
 
 
-def test_a_pause_holds_newcomers_until_continue(server: Server) -> None:
-    server.ok("/pause_generation", {"mode": "retract"})
+def test_abort_pause_ends_all_and_holds_newcomers_until_continue(server: Server) -> None:
+    running = start_running(server, 2)
+    server.ok("/pause_generation", {})  # abort is the default
+    for future in running:
+        assert_partial(future.result(10))
     held = post_generate(server, max_new_tokens=2, ignore_eos=True)
     for _ in range(10):
         assert server.load()["num_running_reqs"] == 0
@@ -185,7 +190,8 @@ def test_a_client_that_goes_away_frees_its_place(embedded_server: Server) -> Non
 
 
 def test_what_a_server_tells_of_itself(server: Server) -> None:
-    assert server.call("/ready").status == 200
+    for path in ("/ready", "/health"):
+        assert server.call(path).status == 200
     info = server.ok("/model_info")
     assert info["model_path"] == str(server.model)
     assert info["weight_version"] == "w0"

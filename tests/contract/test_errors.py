@@ -61,6 +61,7 @@ def test_input_ids_that_the_client_never_sends(embedded_server: Server, input_id
     [
         pytest.param({"rid": ["a."]}, "rid", id="fewer rids than sequences"),
         pytest.param({"rid": ["a.", "a."]}, "Duplicate request ID", id="rid twice"),
+        pytest.param({"sampling_params": [{"n": 1}, {"n": 2}]}, "should be the same", id="different n"),
     ],
 )
 def test_bodies_that_contradict_themselves(server: Server, change: dict[str, Any], message: str) -> None:

@@ -84,6 +84,17 @@ def test_batch_of_one_is_answered_by_a_list(server: Server) -> None:
     assert len(answers) == 1
 
 
+def test_n_samples_are_listed_prompt_by_prompt_and_share_the_prefix(server: Server) -> None:
+    answers = server.generate([PROMPT, PROMPT[:4]], n=3, max_new_tokens=8, temperature=1.0, ignore_eos=True)
+    assert [a["meta_info"]["prompt_tokens"] for a in answers] == [7] * 3 + [4] * 3
+    assert len({a["meta_info"]["id"] for a in answers}) == 6
+    shared = [a["meta_info"]["cached_tokens"] for a in answers[:3]]
+    assert sorted(shared)[1:] == [len(PROMPT) - 1] * 2
+    assert len({tuple(a["output_ids"]) for a in answers[:3]}) == 3
+    single = server.generate(PROMPT, n=2, max_new_tokens=1)
+    assert len(single) == 2
+
+
 def test_stop_token_ends_the_output_and_is_part_of_it(server: Server, reference: Reference) -> None:
     expected = reference.greedy(PROMPT, 6)
     stop = expected[3]

@@ -17,7 +17,7 @@ def locked_server(request: pytest.FixtureRequest) -> Server:
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
-def test_calls_without_the_key_are_refused_and_ready_is_open(locked_server: Server, key: str | None) -> None:
+def test_calls_without_the_key_are_refused_and_health_is_open(locked_server: Server, key: str | None) -> None:
     assert locked_server.ok("/model_info")
     stranger = replace(locked_server, api_key=key)
     for path, body in (
@@ -38,7 +38,8 @@ def test_calls_without_the_key_are_refused_and_ready_is_open(locked_server: Serv
         answer = stranger.call(path, body)
         assert answer.status == 401, path
         assert answer.body == {"error": "Unauthorized"}
-    assert stranger.call("/ready").status == 200
+    for path in ("/ready", "/health"):
+        assert stranger.call(path).status == 200
 
 
 def test_the_embedded_engine_does_not_tell_its_key(deterministic_server: Server) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.engines.embedded.sampler import SamplingBatch, sample, uniforms
+from megatron_rl.engines.embedded.sampler import SamplingBatch, derive_seed, sample, uniforms
 
 VOCAB = 37
 
@@ -49,6 +49,11 @@ def test_uniform_numbers_fill_the_unit_interval_and_depend_on_seed_and_position_
     for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.03
     assert uniforms(np.array([7], np.uint64), np.array([5])) == grid[5, 7]
+
+
+def test_derived_seeds_are_distinct_and_the_first_is_the_given_one() -> None:
+    assert derive_seed(42, 0) == 42
+    assert len({derive_seed(seed, k) for seed in (0, 1, 42, 2**64 - 1) for k in range(100)}) == 400
 
 
 def test_tokens_follow_the_tempered_distribution() -> None:

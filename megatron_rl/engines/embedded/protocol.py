@@ -88,11 +88,6 @@ class Limits:
     context_length: int
     eos_token_ids: frozenset[int]
 
-    @property
-    def prompt_length(self) -> int:
-        """A prompt must be shorter than this (SGLang's max_req_input_len)."""
-        return self.context_length - 6
-
 
 class GenerateRequest(Body):
     """Body of POST /generate: one sequence, or a batch when `input_ids` is a list of lists."""
@@ -201,9 +196,10 @@ def _prompt(ids: list[int], limits: Limits) -> Tokens:
         len(prompt) < limits.context_length,
         f"The input ({len(prompt)} tokens) is longer than the model's context length ({limits.context_length} tokens).",
     )
+    longest = limits.context_length - 6  # SGLang's max_req_input_len, which a prompt may not reach
     _require(
-        len(prompt) < limits.prompt_length,
-        f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({limits.prompt_length} tokens). "
+        len(prompt) < longest,
+        f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({longest} tokens). "
         "Use a shorter input.",
     )
     return prompt
