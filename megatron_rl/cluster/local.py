@@ -24,7 +24,7 @@ from megatron_rl.config import Config, dump
 
 from .bootstrap import child_environment
 from .devices import VISIBLE, engine_devices, visible_devices
-from .processes import EXIT_RESUMABLE, Role, Signalled, kill, start, stop
+from .processes import EXIT_RESUMABLE, QUIET, Role, Signalled, kill, start, stop
 from .resume import Resume, nothing_to_do, require_same_run
 from .run_dir import Anchor, RunDir, RunMoved
 from .started import LAUNCH
@@ -115,14 +115,11 @@ def _start_ranks(cfg: Config, run: RunDir, words: list[str], roles: list[Role], 
     world = cfg.parallel.world_size or 1
     for rank in range(world):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **launch}
-        # Megatron warns at length about what a machine without CUDA lacks; an error must not drown in it.
-        quiet = [sys.executable, "-W", "ignore::UserWarning", "-W", "ignore::FutureWarning", "-m"]
-        argv = [*quiet, *words]
         # KILL: TERM asks a rank to save, but with the launcher gone, engines and controller are going as well.
         role = start(
             "trainer",
             rank,
-            argv,
+            [sys.executable, *QUIET, "-m", *words],
             {**env, **ranks},
             run.log("trainer", rank),
             console=rank == 0,

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 NEARLY_FULL = 16 * 2**20
 """Free bytes below which a failure is put down to the disk as well; the log may have had no room for it."""
+QUIET = ("-W", "ignore::UserWarning", "-W", "ignore::FutureWarning")
+"""For trainer ranks: Megatron warns at length about what a CPU lacks, and an error must not drown in it."""
 EXIT_RESUMABLE = 75
 """EX_TEMPFAIL: the run saved itself and wants to be started again."""
 

@@ -35,7 +35,7 @@ class RankZeroError(RuntimeError):
 
 
 def unless_ending(call: Callable[[], T], failure: type[Exception], ending: Callable[[], bool]) -> T | None:
-    """What `call` returns; None when it raises `failure` since the run is `ending`: whom it called may have ended first."""
+    """What `call` returns; None when it raises `failure` since the run is `ending`: whom it called may be gone."""
     try:
         return call()
     except failure as error:

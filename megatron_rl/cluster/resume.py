@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import Config, load_config
 
@@ -99,14 +98,10 @@ def changed_keys(before: Config, after: Config) -> list[str]:
     """
     changes = [f"seed: {before.seed} -> {after.seed}"] if before.seed != after.seed else []
     for section, free in COMPARED.items():
-        old, new = (_values(cfg, section) for cfg in (before, after))
+        old, new = (getattr(cfg, section).model_dump(mode="json") for cfg in (before, after))
         changes += [
             f"{section}.{key}: {old.get(key)} -> {new.get(key)}"
             for key in old | new
             if key not in free and old.get(key) != new.get(key)
         ]
     return changes
-
-
-def _values(cfg: Config, section: str) -> dict[str, Any]:
-    return dict(getattr(cfg, section).model_dump(mode="json"))

@@ -25,7 +25,8 @@ from megatron_rl.cluster.processes import decode_exit, start, stop, tail
 from megatron_rl.cluster.rank_zero import RankZero, RankZeroError
 from megatron_rl.cluster.resume import Resume, nothing_to_do, require_same_run
 from megatron_rl.cluster.run_dir import Anchor, RunDir, RunDirError
-from megatron_rl.config import Config, dump, validate
+from megatron_rl.config import dump
+from tests.least import least
 from tests.processes import has_ended, wait_until
 
 
@@ -275,16 +276,11 @@ def test_a_directory_stays_held_while_a_process_of_the_run_lives_on_after_its_la
             os.kill(survivor, signal.SIGKILL)
 
 
-def configuration(**sections: object) -> Config:
-    values: dict[str, object] = {"run_dir": "r", "model": {"path": "m"}, "data": {"prompts": "p"}}
-    return validate({**values, "reward": {"components": [{"name": "x"}]}, **sections})
-
-
 def test_a_resumed_run_must_decide_as_before_and_the_message_names_every_change(tmp_path: Path) -> None:
     recorded = tmp_path / "config.yaml"
-    recorded.write_text(dump(configuration()))
+    recorded.write_text(dump(least()))
     sections = {"rollout": {"group_size": 2}, "data": {"prompts": "q", "shuffle": False}}
-    other = configuration(seed=4, **sections, moe={"max_routing_mismatch": 0.5})
+    other = least(seed=4, **sections, moe={"max_routing_mismatch": 0.5})
     with pytest.raises(RunDirError, match="--accept-changes") as refusal:
         require_same_run(recorded, other, accept_changes=False)
     changes = ["seed: 0 -> 4", "data.shuffle: True -> False", "rollout.group_size: 16 -> 2"]
@@ -295,8 +291,8 @@ def test_a_resumed_run_must_decide_as_before_and_the_message_names_every_change(
 
 def test_layout_deadlines_and_length_of_a_resumed_run_are_free(tmp_path: Path) -> None:
     recorded = tmp_path / "config.yaml"
-    recorded.write_text(dump(configuration()))
-    changed = configuration(
+    recorded.write_text(dump(least()))
+    changed = least(
         steps=9,
         parallel={"tensor_model_parallel_size": 2},
         algorithm={"max_tokens_per_microbatch": 9},
@@ -308,7 +304,7 @@ def test_layout_deadlines_and_length_of_a_resumed_run_are_free(tmp_path: Path) -
 
 
 def test_a_complete_run_is_named_as_such_and_nothing_of_it_is_touched(tmp_path: Path) -> None:
-    run, cfg = RunDir(tmp_path), configuration(run_dir=str(tmp_path), steps=3)
+    run, cfg = RunDir(tmp_path), least(run_dir=str(tmp_path), steps=3)
     run.prepare(resume=False)
     run.write_config(dump(cfg))
     checkpoint = run.checkpoints / "step-000003"
@@ -331,7 +327,7 @@ def test_a_complete_run_is_named_as_such_and_nothing_of_it_is_touched(tmp_path: 
         f"See {tmp_path}/report.html, or go on with steps=N, N more than 3"
     ]
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / ".lock"])
-    assert nothing_to_do(run, checkpoint, configuration(steps=4)) is None
+    assert nothing_to_do(run, checkpoint, least(steps=4)) is None
 
 
 def test_a_failure_is_told_without_what_an_earlier_start_wrote(tmp_path: Path) -> None:

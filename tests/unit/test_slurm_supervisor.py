@@ -16,7 +16,8 @@ from megatron_rl.cluster.slurm.allocation import SlurmError
 from megatron_rl.cluster.slurm.attempt import Outcome, Verdict
 from megatron_rl.cluster.slurm.placement import NodeShape, Placement
 from megatron_rl.cluster.slurm.supervisor import Start, Supervisor
-from megatron_rl.config import Config, load_config, validate
+from megatron_rl.config import Config, load_config
+from tests.least import least
 
 
 @dataclass
@@ -73,17 +74,11 @@ class Rig:
 
     def run(self, *script: tuple[Verdict, int | None], **cluster: Any) -> int:
         """The exit code of one start of the batch script; it was given --resume if a checkpoint is there."""
-        cfg = configuration(self.folder, cluster)
+        cluster = {"ranks_per_node": 1, "spare_nodes": 1, "restart_pause_s": 0.001, **cluster}
+        cfg = least(run_dir=str(self.folder), parallel={"data_parallel_size": 2}, cluster=cluster)
         self.script = iter(script)
         start = Start(self.newest, self.newest if (self.folder / "checkpoints").exists() else None)
         return Supervisor(cfg, start, RunDir(self.folder), self.slurm, Signalled()).run()  # type: ignore[arg-type]
-
-
-def configuration(folder: Path, cluster: dict[str, Any]) -> Config:
-    values: dict[str, Any] = {"run_dir": str(folder), "model": {"path": "m"}, "data": {"prompts": "p"}}
-    cluster = {"ranks_per_node": 1, "spare_nodes": 1, "restart_pause_s": 0.001, **cluster}
-    parallel = {"data_parallel_size": 2}
-    return validate({**values, "reward": {"components": [{"name": "x"}]}, "parallel": parallel, "cluster": cluster})
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from megatron_rl.cluster.processes import Signalled
+from megatron_rl.cluster.processes import QUIET, Signalled
 from megatron_rl.cluster.run_dir import Anchor, RunDir
 from megatron_rl.config import Config
 
@@ -107,9 +107,8 @@ class Attempt:
         layout = Layout(p.trainer[:1], 1, 1, p.controller_cpus, 0)
         self._step("controller", layout, [*verb, "rollout", "--config", config, "--host", "0.0.0.0", "--outlive-term"])
         layout = Layout(p.trainer, p.world_size, p.ranks_per_node, p.cpus_per_rank, p.shape.gpus)
-        # Megatron warns at length about what a machine without CUDA lacks; an error must not drown in it.
-        quiet = python("-W", "ignore::UserWarning", "-W", "ignore::FutureWarning", "-m", "megatron_rl.train")
-        self._step("trainer", layout, [*quiet, config, *(["--from", str(checkpoint)] if checkpoint else [])])
+        train = python(*QUIET, "-m", "megatron_rl.train")
+        self._step("trainer", layout, [*train, config, *(["--from", str(checkpoint)] if checkpoint else [])])
 
     def _step(self, name: str, layout: Layout, command: list[str]) -> None:
         cluster = self._cfg.cluster
