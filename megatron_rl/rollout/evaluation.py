@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +20,7 @@ from megatron_rl.rewards import RewardPool
 from .client import Engines, together
 from .dump import evaluation_file, write_dump
 from .generate import Examiner
+from .progress import Status
 from .protocol import SamplingSettings
 from .sample import Group
 from .turns import TurnTaker
@@ -46,7 +46,7 @@ class EvalJob:
 
     id: str
     request: EvalRequest
-    status: Literal["waiting", "running", "done", "failed"] = "waiting"
+    status: Status = "waiting"
     message: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -81,11 +81,11 @@ class Evaluator:
         """Work through the queue; a failure ends its job only."""
         while True:
             job = await self._queue.get()
-            job.status = "running"
+            job.status = "generating"
             try:
                 async with asyncio.timeout(self._cfg.rollout.step_timeout_s):
                     job.metrics = await self._evaluate(job.request)
-                job.status = "done"
+                job.status = "ready"
                 log.info("%s at step %d: %s", job.id, job.request.step, job.metrics)
                 continue
             except TimeoutError:
@@ -93,7 +93,7 @@ class Evaluator:
             except Exception as error:
                 log.exception("%s failed", job.id)
                 reason = str(error)
-            job.status, job.message = "failed", f"evaluation at step {job.request.step}: {reason}"
+            job.status, job.message = "failed", reason
 
     async def _evaluate(self, request: EvalRequest) -> dict[str, float]:
         assert self._dataset is not None

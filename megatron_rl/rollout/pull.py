@@ -31,7 +31,7 @@ class ControllerError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepStatus:
-    """Answer to `ControllerClient.step_status`. `status` is waiting, generating, ready, failed or stopped."""
+    """How far a step, an update or an evaluation is: waiting, generating, ready, failed or stopped."""
 
     status: str
     progress: dict[str, int] = field(default_factory=dict)
@@ -40,6 +40,8 @@ class StepStatus:
     """Engines that are up, do not hold the published weights and cannot get them by themselves."""
     engines: dict[str, str] = field(default_factory=dict)
     """By URL, why an engine does not serve; empty for one that does."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of an evaluation that is ready."""
 
 
 class EngineNews:
@@ -114,15 +116,11 @@ class ControllerClient:
         In synchronous runs that is when nothing is in flight; with one_step_off when the next batch is complete, too.
         Raises ControllerError with the controller's message if sampling has failed.
         """
-
-        def ask() -> StepStatus:
-            return StepStatus(**orjson.loads(self._get(f"/v1/update/{version}")))
-
-        self._poll(f"engines free for weights {version}", ask, timeout_s, interrupted)
+        self._poll(f"engines free for weights {version}", f"/v1/update/{version}", timeout_s, interrupted)
 
     def step_status(self, step: int) -> StepStatus:
         """How far step `step` is."""
-        return StepStatus(**orjson.loads(self._get(f"/v1/step/{step}")))
+        return self._status(f"/v1/step/{step}")
 
     def wait_ready(
         self,
@@ -135,19 +133,18 @@ class ControllerClient:
 
         Raises ControllerError with the controller's message if the step never will be ready.
         """
-        what = f"the rollouts of step {step}"
-        return self._poll(what, lambda: self.step_status(step), timeout_s, interrupted, enough)
+        return self._poll(f"the rollouts of step {step}", f"/v1/step/{step}", timeout_s, interrupted, enough)
 
     def _poll(
         self,
         what: str,
-        ask: Callable[[], StepStatus],
+        path: str,
         timeout_s: float,
         interrupted: Callable[[], bool],
         enough: Callable[[StepStatus], bool] = lambda status: False,
     ) -> StepStatus:
         deadline = time.monotonic() + timeout_s
-        while (status := ask()).status != "ready":
+        while (status := self._status(path)).status != "ready":
             if status.status in ("failed", "stopped"):
                 raise ControllerError(f"{what}: the controller {status.status}: {status.message or 'no reason given'}")
             if time.monotonic() >= deadline:
@@ -159,6 +156,9 @@ class ControllerClient:
                 break
             time.sleep(POLL_S)
         return status
+
+    def _status(self, path: str) -> StepStatus:
+        return StepStatus(**orjson.loads(self._get(path)))
 
     def table(self, step: int) -> bytes:
         """A `RolloutTable`, one row per sample of a ready step."""
@@ -191,20 +191,15 @@ class ControllerClient:
         """
         request = {"step": step, "prompts": prompts, "samples_per_prompt": samples_per_prompt, "label": label}
         job = orjson.loads(self._post("/v1/eval", request))["id"]
-        deadline = time.monotonic() + timeout_s
-        while (answer := orjson.loads(self._get(f"/v1/eval/{job}")))["status"] != "done":
-            if answer["status"] == "failed":
-                raise ControllerError(answer["message"])
-            if time.monotonic() >= deadline:
-                raise ControllerError(
-                    f"waited {timeout_s:g} s for the evaluation at step {step}, which is {answer['status']}; "
-                    f"look at {self._log}"
-                )
-            if interrupted():
-                return None
-            look(answer["engines"])
-            time.sleep(POLL_S)
-        return {f"eval/{name}": value for name, value in answer["metrics"].items()}
+
+        def told(status: StepStatus) -> bool:
+            look(status.engines)
+            return False
+
+        status = self._poll(f"the evaluation at step {step}", f"/v1/eval/{job}", timeout_s, interrupted, told)
+        if status.status != "ready":
+            return None
+        return {f"eval/{name}": value for name, value in status.metrics.items()}
 
     # ---- checkpoint
 

@@ -111,16 +111,14 @@ class WeightUpdate:
     def compare(self, reference: Mapping[int, Checksums] | None = None) -> None:
         """Replicas with as many tensor-parallel ranks must hold the same bytes, and those of `reference`, by ranks."""
         answers = self._post("/weights_checker", {"action": "checksum"}, self._remaining())
-        wrong: dict[str, EngineError] = {}
         for url, answer in answers.items():
             try:
                 self.checksums[url] = read_checksums(url, answer)
             except EngineError as error:
-                wrong[url] = error
-        self._drop(wrong, "weights_checker")
-        held = {url: self.checksums[url] for url in self.left if url in self.checksums}
+                self._drop({url: error}, "weights_checker")
+        held = {url: self.checksums[url] for url in self.left}
         self._drop(disagreements(held, reference or {}), "weights_checker")
-        told = {answers[url].get("per_engine_checksum") for url in self.left if url in answers}
+        told = {answers[url].get("per_engine_checksum") for url in self.left}
         self.overall = told.pop() if len(told) == 1 else None  # engines of several sizes may tell several
 
     def resume(self) -> None:
@@ -130,14 +128,12 @@ class WeightUpdate:
         replies = self._wait(self._calls.get("/model_info", self.left, timeout_s))
         self._drop(replies.failures, "model_info")
         found = {u: a.get("weight_version") if isinstance(a, dict) else a for u, a in replies.answers.items()}
-        wrong = {url: label for url, label in found.items() if version_of(label) != self.version}
-        self._drop(
-            {
-                url: EngineError(f"engine {url}: reports weight_version {label!r} after the update to {self.version}")
-                for url, label in wrong.items()
-            },
-            "model_info",
-        )
+        wrong = {
+            url: EngineError(f"engine {url}: reports weight_version {label!r} after the update to {self.version}")
+            for url, label in found.items()
+            if version_of(label) != self.version
+        }
+        self._drop(wrong, "model_info")
 
     def probe(self, tokens: Sequence[int], expected: LogProbs, tolerance: float) -> None:
         """The log-probs of a short text must be those of the trainer.

@@ -220,7 +220,10 @@ def test_what_an_engine_says_against_an_evaluation_reaches_the_trainer(tmp_path,
         with running_controller(cfg), ControllerClient(tmp_path) as client:
             with pytest.raises(ControllerError) as caught:
                 client.evaluate(step=0, prompts=3)
-    assert f"evaluation at step 0: engine {url}: /generate refused with HTTP 400: The input is" in str(caught.value)
+    assert (
+        f"the evaluation at step 0: the controller failed: engine {url}: /generate refused with HTTP 400: The input is"
+        in str(caught.value)
+    )
 
 
 def test_an_evaluation_tells_why_engines_do_not_serve_and_ends_when_none_ever_will(tmp_path, model):
