@@ -1,4 +1,4 @@
-"""What overlong responses get: a punishment on the total reward, or no place in the loss.
+"""The punishment of overlong responses; which of them leave the loss is decided in `rollout.scoring`.
 
 Plain Python, no torch: the rollout controller uses it. Totals are made in `rewards`, groups compared in `advantages`.
 """
@@ -18,9 +18,4 @@ def overlong_penalty(length: int, max_length: int, cache: int, scale: float = 1.
             of the full punishment.
     """
     excess = length - (max_length - cache)
-    return -scale * min(1.0, max(0.0, excess / cache)) if excess > 0 else 0.0
-
-
-def overlong_filtered(truncated: bool, overlong_filter: bool) -> bool:
-    """Whether a sample leaves the loss. It stays in its group's statistics: only its tokens are masked."""
-    return overlong_filter and truncated
+    return -scale * min(1.0, excess / cache) if excess > 0 else 0.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl.algorithms.shaping import overlong_filtered, overlong_penalty
+from megatron_rl.algorithms.shaping import overlong_penalty
 from megatron_rl.config import Config
 from megatron_rl.data import PromptRecord, PromptTokenizer
 from megatron_rl.rewards import RewardPool
@@ -54,7 +54,7 @@ def shape(group: Group, cfg: Config) -> None:
         shuffle_rewards(group, cfg.seed)
     masks_group = rollout.dynamic_sampling == "mask" and not group.informative
     for sample in group.samples:
-        if masks_group or not sample.valid or overlong_filtered(sample.truncated, rollout.overlong_filter):
+        if masks_group or not sample.valid or (sample.truncated and rollout.overlong_filter):
             sample.exclude()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.dynamic import is_informative
-from megatron_rl.algorithms.shaping import overlong_filtered, overlong_penalty
+from megatron_rl.algorithms.shaping import overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,6 @@ def test_the_punishment_is_never_positive_and_grows_with_length(cache, extra, le
     limit = cache + extra
     here, longer = (overlong_penalty(n, limit, cache, scale) for n in (length, length + 1))
     assert -scale <= longer <= here <= 0
-
-
-def test_only_truncated_samples_are_filtered_and_only_when_asked():
-    assert [overlong_filtered(t, f) for t in (True, False) for f in (True, False)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
