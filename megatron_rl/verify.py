@@ -18,6 +18,7 @@ from megatron_rl.cluster.bootstrap import Place
 from megatron_rl.config import read_hf_config
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.files import regular
 from megatron_rl.policy import distributed
 from megatron_rl.policy.model import build_model
 from megatron_rl.policy.sharded_state import load_weights
@@ -63,7 +64,7 @@ def read_texts(file: Path) -> list[str]:
         WeightsError: it cannot be read, or has none.
     """
     try:
-        lines = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+        lines = [line for line in regular(file).read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise WeightsError(f"{file}: cannot be read ({error}); give a text file with one text a line") from error
     if not lines:

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_rl.files import regular
+
 from .base import ConfigError, Seconds, Section
 
 KEY_FILE = Path("endpoints") / "engine.key"
@@ -149,7 +151,7 @@ class EngineConfig(Section):
 def read_key(file: Path, name: str) -> str:
     """The bearer token in `file`, which `name` gives. Raises ConfigError when it cannot be one."""
     try:
-        key = file.read_text("utf-8").strip()
+        key = regular(file).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}={file}: cannot be read: {error}") from error
     if not key or not key.isascii() or len(key.split()) > 1:

@@ -16,6 +16,8 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.files import regular
+
 from .base import ConfigError
 from .schema import Config
 
@@ -68,7 +70,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
             f"extends: {' -> '.join(str(p) for p in (*seen, path))} goes in a circle; remove one `extends:`"
         )
     try:
-        loaded = OmegaConf.load(path)
+        loaded = OmegaConf.load(regular(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file{_from(seen)}; see configs/ for examples") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

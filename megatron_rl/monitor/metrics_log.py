@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from megatron_rl.files import write_atomic
+from megatron_rl.files import regular, write_atomic
 
 from .metrics import MetricValue
 
@@ -72,9 +72,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises MetricsFileError naming file and line when any other line is not a JSON object with an integer `step`.
     """
     path = Path(path)
-    if not path.exists():
-        return []
-    *lines, tail = path.read_bytes().split(b"\n")
+    *lines, tail = _content(path).split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         row = _parse_row(line)
@@ -84,6 +82,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             raise MetricsFileError(f"{path}:{number}: not a metrics row; remove this line to go on without it")
     last = _parse_row(tail)
     return [*rows, last] if last is not None else rows
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return regular(path).read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise MetricsFileError(f"{path}: cannot be read ({error})") from error
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:
@@ -96,9 +103,7 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 def _drop_torn_line(path: Path) -> None:
     """Make the file end with a whole line; a last row that only lacks its newline is kept."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
+    content = _content(path)
     head, newline, tail = content.rpartition(b"\n")
     if not tail:
         return

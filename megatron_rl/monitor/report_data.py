@@ -96,8 +96,8 @@ def read_run(run_dir: str | Path) -> RunData:
 
 def _read_config(data: RunData) -> None:
     path = data.run_dir / "config.yaml"
-    if not path.exists():
-        data.notes.append("config.yaml is missing, so settings are not shown")
+    if not path.is_file():
+        data.notes.append("config.yaml is missing, or no file, so settings are not shown")
         return
     data.config_text = path.read_text("utf-8", errors="replace")
     try:
@@ -132,5 +132,5 @@ def _read_metrics(data: RunData) -> None:
 def _dumps(folder: Path) -> dict[int, Path]:
     if not folder.is_dir():
         return {}
-    matches = ((_DUMP.fullmatch(path.name), path) for path in folder.iterdir())
+    matches = ((_DUMP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_file())
     return dict(sorted((int(match[1]), path) for match, path in matches if match))

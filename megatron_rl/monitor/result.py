@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import orjson
 
-from megatron_rl.files import write_atomic
+from megatron_rl.files import regular, write_atomic
 
 FILE_NAME = "result.json"
 Interval = tuple[float, float]
@@ -72,9 +72,9 @@ class RunResult:
         if not path.exists():
             return None
         try:
-            values: dict[str, Any] = orjson.loads(path.read_bytes())
+            values: dict[str, Any] = orjson.loads(regular(path).read_bytes())
             known = {field.name: values[field.name] for field in fields(cls)}
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not the result of a run ({error!r}); remove it to go on without it") from error
         for key in ("pass_at_1_before_interval", "pass_at_1_after_interval"):
             known[key] = tuple(known[key]) if known[key] else None

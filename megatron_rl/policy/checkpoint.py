@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.files import sync
+from megatron_rl.files import regular, sync
 from megatron_rl.policy.digest import digest_of_file
 from megatron_rl.policy.manifest import FileFacts, Manifest
 
@@ -279,7 +279,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def _read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST
     try:
-        return Manifest.from_json(path.read_text())
+        return Manifest.from_json(regular(path).read_text())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_advice(checkpoint)}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

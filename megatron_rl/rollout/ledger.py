@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from megatron_rl.data import PromptCursor
-from megatron_rl.files import write_atomic
+from megatron_rl.files import regular, write_atomic
 
 from .sample import Group
 
@@ -69,18 +69,22 @@ class Ledger:
 
     def truncate_after(self, step: int) -> None:
         """Keep only lines of steps up to `step`, and no torn one. Raises LedgerError for a damaged file."""
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
+        content = self._content()
         kept = [line for line in _whole_lines(content) if _parse(line, self.path).step <= step]
         if b"".join(kept) != content:
             write_atomic(self.path, b"".join(kept))
 
     def read(self) -> list[Entry]:
         """All entries; a torn last line is left out, a missing file has none. Raises LedgerError."""
-        if not self.path.exists():
-            return []
-        return [_parse(line, self.path) for line in _whole_lines(self.path.read_bytes())]
+        return [_parse(line, self.path) for line in _whole_lines(self._content())]
+
+    def _content(self) -> bytes:
+        try:
+            return regular(self.path).read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise LedgerError(f"{self.path}: cannot be read ({error})") from error
 
 
 def _whole_lines(content: bytes) -> list[bytes]:

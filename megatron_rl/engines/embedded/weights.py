@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from megatron_rl.files import regular
+
 from .experts import named_views
 from .options import Dtype
 
@@ -82,7 +84,7 @@ class Weights:
         """All parameters in this model's formats. Names and shapes are checked before any data is read."""
         try:
             with ExitStack() as stack:
-                files = [stack.enter_context(safe_open(file, "pt")) for file in _files(folder)]
+                files = [stack.enter_context(safe_open(regular(file), "pt")) for file in _files(folder)]
                 where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
                 self._check(folder, {name: tuple(file.get_slice(name).get_shape()) for name, file in where.items()})
                 return {n: where[n].get_tensor(n).to(p.dtype) for n, p in self._parameters.items()}

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.shards import stage_layers
+from megatron_rl.files import regular
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.stored_names import LAYERS, expert_at, layer_at, without_number
 from megatron_rl.weights.convert.tensors import Rows, cast_rows
@@ -122,7 +123,10 @@ def rewritten(
             name, {i: cast_rows(plane, dtype) if is_cast else plane for i, plane in planes.items()}, layout, stages
         )
     objects = {name: place.read() for name, place in reader.objects.items()}
-    common = (reader.path / COMMON).read_bytes()
+    try:
+        common = regular(reader.path / COMMON).read_bytes()
+    except OSError as error:
+        raise WeightsError(f"{reader.path / COMMON}: cannot be read ({error}); copy the checkpoint again") from error
     if not (root / TRACKER).is_file() or reader.path.parent != root:
         return TorchDistTarget(tensors, common, objects)
     beside = root / HF if (root / HF).is_dir() else None

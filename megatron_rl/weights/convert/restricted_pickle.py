@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from megatron_rl.files import regular
+
 
 class UnknownName(Exception):
     """A pickle wants something that such a file does not need."""
@@ -65,7 +67,7 @@ _STORAGES = {
 
 def read_metadata(file: Path) -> Any:
     """The `Metadata` of a checkpoint. Raises UnknownName for a file that wants more, and what pickle raises."""
-    with open(file, "rb") as stream:
+    with open(regular(file), "rb") as stream:
         return _MetadataReader(stream).load()
 
 

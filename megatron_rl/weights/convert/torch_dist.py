@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.files import regular
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.read_sums import ReadSums
 from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, UnknownName, read_array, read_metadata
@@ -338,7 +339,7 @@ def find_torch_dist(path: Path) -> Path | None:
     """The directory with the tensors: `path` itself, its `policy/`, or the iteration that Megatron-LM's file names."""
     for folder in _candidates(path):
         try:
-            if json.loads((folder / FORMAT).read_text()).get("sharded_backend") == "torch_dist":
+            if json.loads(regular(folder / FORMAT).read_text()).get("sharded_backend") == "torch_dist":
                 return folder
         except (OSError, ValueError, AttributeError):
             continue
