@@ -89,8 +89,7 @@ def linear_policy_loss(
     Raises:
         ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive or too near to 0.
     """
-    shard = Shard.of(weight.shape[0], vocab_size, group)
-    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel)
+    rows = _live_rows(hidden, weight, target, group, temperature, vocab_size, sequence_parallel)
     chunks = cut(rows.index, target.shape[0], chunk_tokens, sequence_starts, equal_cuts)
     kind = TePass if logprob_backend == "te" else LinearPass
     found = _LinearPolicyLoss.apply(hidden, weight, rows, chunks, objective, with_entropy, main_grad, kind)
@@ -114,16 +113,15 @@ def linear_logprob(
     On CUDA no logits reach memory; elsewhere a few rows at a time do. The statistics of a chunk travel while the next
     chunk's are computed.
     """
-    shard = Shard.of(weight.shape[0], vocab_size, group)
-    rows = _live_rows(hidden, weight, target, shard, temperature, vocab_size, sequence_parallel)
+    rows = _live_rows(hidden, weight, target, group, temperature, vocab_size, sequence_parallel)
     with torch.no_grad():
         whole = rows.all_hidden(hidden.detach())
         chunks = cut(rows.index, target.shape[0], chunk_tokens, None, False)
-        gathered = [shard.gather(rows.statistics(whole, slice(*piece), with_entropy)) for [piece] in chunks]
+        gathered = [rows.shard.gather(rows.statistics(whole, slice(*piece), with_entropy)) for [piece] in chunks]
         log_probs = whole.new_zeros(target.shape[0], dtype=compute_dtype(whole))
         entropy = torch.zeros_like(log_probs) if with_entropy else None
         for [piece], wait in zip(chunks, gathered, strict=True):
-            merged = backend.combine(wait(), shard.rank)
+            merged = backend.combine(wait(), rows.shard.rank)
             index = rows.index[slice(*piece)]
             log_probs[index] = merged.log_prob
             if entropy is not None:
@@ -173,11 +171,12 @@ def _live_rows(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    shard: Shard,
+    group: dist.ProcessGroup | None,
     temperature: float | Tensor,
     vocab_size: int | None,
     sequence_parallel: bool,
 ) -> LiveRows:
+    shard = Shard.of(weight.shape[0], vocab_size, group)
     check_rows("hidden", hidden, target, temperature, factor=shard.size if sequence_parallel else 1)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(

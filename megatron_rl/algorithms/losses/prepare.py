@@ -6,13 +6,14 @@ Shared by `policy_loss` and by kernels with a formula of their own, so that both
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ..corrections import Correction, correct
 from ..spec import LossSpec
-from .inputs import REJECTED, REJECTED_SEQUENCE, LossInputs, Sequences
+from .inputs import REJECTED, REJECTED_SEQUENCE, LossInputs, TokenTensors
 from .registry import Loss, find_loss
 
 
@@ -40,58 +41,32 @@ class Prepared:
         return torch.where(self.trainable, flags, torch.zeros_like(flags))
 
 
-def prepare(
-    log_probs: Tensor,
-    spec: LossSpec,
-    *,
-    weights: Tensor,
-    old_log_probs: Tensor | None = None,
-    advantages: Tensor | None = None,
-    behaviour_log_probs: Tensor | None = None,
-    reference_log_probs: Tensor | None = None,
-    entropy: Tensor | None = None,
-    trainable: Tensor | None = None,
-    sequences: Sequences | None = None,
-) -> Prepared:
+def prepare(log_probs: Tensor, spec: LossSpec, **tensors: Unpack[TokenTensors]) -> Prepared:
     """Arguments and errors of `policy_loss`. Gradients flow through `log_probs` and `entropy` only."""
-    _check(
-        log_probs,
-        spec,
-        {
-            "old_log_probs": old_log_probs,
-            "advantages": advantages,
-            "weights": weights,
-            "behaviour_log_probs": behaviour_log_probs,
-            "reference_log_probs": reference_log_probs,
-            "entropy": entropy,
-            "trainable": trainable,
-            "sequences.index": None if sequences is None else sequences.index,
-        },
-    )
-    weights = weights.detach()
+    _check(log_probs, spec, tensors)
+    weights, trainable = tensors["weights"].detach(), tensors.get("trainable")
     mask = weights != 0 if trainable is None else trainable.bool()
     live = mask & (weights != 0)
-    logp = _cleared(log_probs, mask)
+    logp, old = _cleared(log_probs, mask), _constant(tensors.get("old_log_probs"), mask)
     inputs = LossInputs(
         log_probs=logp,
-        old_log_probs=logp.detach() if old_log_probs is None else _cleared(old_log_probs.detach(), mask),
-        advantages=None if advantages is None else _cleared(advantages.detach(), mask),
+        old_log_probs=logp.detach() if old is None else old,
+        advantages=_constant(tensors.get("advantages"), mask),
         live=live,
-        behaviour_log_probs=None if behaviour_log_probs is None else _cleared(behaviour_log_probs.detach(), mask),
-        sequences=sequences,
+        behaviour_log_probs=_constant(tensors.get("behaviour_log_probs"), mask),
+        sequences=tensors.get("sequences"),
     )
     inputs, correction = _with_sequence_sums(inputs, spec, find_loss(spec.kind), mask)
     if correction is not None:
         live = live & ~(correction.rejected | correction.rejected_sequence)
+    entropy = tensors.get("entropy") if spec.entropy_coef else None
     return Prepared(
         inputs=inputs,
         weights=_cleared(weights, live),
         trainable=mask,
         correction=correction,
-        reference_log_probs=_cleared(reference_log_probs, live)
-        if spec.kl_coef and reference_log_probs is not None
-        else None,
-        entropy=_cleared(entropy, live) if spec.entropy_coef and entropy is not None else None,
+        reference_log_probs=_constant(tensors.get("reference_log_probs"), live) if spec.kl_coef else None,
+        entropy=None if entropy is None else _cleared(entropy, live),
     )
 
 
@@ -122,9 +97,17 @@ def _cleared(values: Tensor, live: Tensor) -> Tensor:
     return torch.where(live, values, 0.0).double()
 
 
-def _check(log_probs: Tensor, spec: LossSpec, tensors: dict[str, Tensor | None]) -> None:
-    for name, values in tensors.items():
-        if values is not None and values.shape != log_probs.shape:
+def _constant(values: Tensor | None, live: Tensor) -> Tensor | None:
+    """The same without gradient."""
+    return None if values is None else _cleared(values.detach(), live)
+
+
+def _check(log_probs: Tensor, spec: LossSpec, tensors: TokenTensors) -> None:
+    found = {name: values for name, values in tensors.items() if isinstance(values, Tensor)}
+    if (sequences := tensors.get("sequences")) is not None:
+        found["sequences.index"] = sequences.index
+    for name, values in found.items():
+        if values.shape != log_probs.shape:
             raise ValueError(f"{name} {tuple(values.shape)}: expected the shape of log_probs, {tuple(log_probs.shape)}")
     needed = {
         "reference_log_probs": (spec.kl_coef != 0, f"kl_coef={spec.kl_coef}"),
@@ -132,5 +115,5 @@ def _check(log_probs: Tensor, spec: LossSpec, tensors: dict[str, Tensor | None])
         "behaviour_log_probs": (spec.needs_behaviour, "an off-policy correction"),
     }
     for name, (wanted, reason) in needed.items():
-        if wanted and tensors[name] is None:
+        if wanted and name not in found:
             raise ValueError(f"{reason} needs {name}, one number per token")
