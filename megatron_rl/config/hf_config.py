@@ -6,15 +6,14 @@ Only reading; what Megatron-Core makes of the facts is in `policy/model.py`.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .base import ConfigError
-from .hf_experts import mla_of, moe_of
+from .hf_experts import MlaShape, MoeShape, mla_of, moe_of
 from .hf_numbers import Unsupported, rope_of, values_of
-from .hf_shapes import MlaShape, MoeShape
 
 SUPPORTED_MODEL_TYPES = (
     "qwen2",
@@ -70,7 +69,8 @@ class HfConfig:
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     rotary_percent: float = 1.0
-    raw: dict[str, Any] = field(repr=False, compare=False, default_factory=dict)
+    num_predicted_layers: int = 0
+    """Layers behind the last that predict tokens further on: checkpoints may hold them; they are not built."""
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -102,11 +102,6 @@ class HfConfig:
     def has_shared_experts(self) -> bool:
         """Whether its expert layers have experts that see every token."""
         return self.moe is not None and self.moe.shared_ffn_hidden_size > 0
-
-    @property
-    def num_predicted_layers(self) -> int:
-        """Layers behind the last that predict tokens further on: checkpoints may hold them; they are not built."""
-        return int(self.raw.get("num_nextn_predict_layers") or 0)
 
     @property
     def qkv_rows(self) -> int:
@@ -189,7 +184,7 @@ def _from_raw(raw: dict[str, Any]) -> HfConfig:
         moe=moe_of(model_type, values),
         mla=mla,
         rotary_percent=percent,
-        raw=raw,
+        num_predicted_layers=values.get("num_nextn_predict_layers") or 0,
     )
     if found.rotary_dim < 2 or found.rotary_dim % 2:
         raise ValueError(

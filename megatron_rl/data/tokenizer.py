@@ -46,11 +46,6 @@ class PromptTokenizer:
         self._template = ChatTemplate(source, origin, self._special_tokens)
         self.eos_token_ids: list[int] = self._find_eos_token_ids(path)
 
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the tokenizer, added tokens included; the model's own vocabulary may be larger."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     def render(self, record: PromptRecord) -> str:
         """The prompt as text, chat template included."""
         messages = list(record.messages)

@@ -31,7 +31,7 @@ from megatron_rl.routes.store import id_dtype
 
 if TYPE_CHECKING:
     from megatron_rl.config import HfConfig
-    from megatron_rl.config.hf_shapes import MoeShape
+    from megatron_rl.config.hf_experts import MoeShape
     from megatron_rl.policy.packing import MicroBatch
 
 

@@ -33,11 +33,6 @@ class RewardResult:
     components: dict[str, float]
     errors: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def finite(self) -> bool:
-        """Whether the sample can be trained on."""
-        return math.isfinite(self.total)
-
 
 def combine(outcome: Outcome, components: Sequence[RewardComponent]) -> RewardResult:
     """The reward of a response from its components' values, in the order of the configuration."""

@@ -48,11 +48,6 @@ class PoolWorker:
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         self._process, self._name = process, name
 
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
     @classmethod
     async def start(cls, module: str, first: Any, failure: type[Exception], what: str) -> tuple[PoolWorker, Any]:
         """Start a process that runs `module`, see `worker.run`; returns it, and its answer to the first frame.

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config import HfConfig, read_hf_config
 from megatron_rl.config.engine_checks import engine_problems
-from megatron_rl.config.hf_shapes import MoeShape
+from megatron_rl.config.hf_experts import MoeShape
 from tests.least import least
 from tests.unit.test_moe_recipes import MODELS
 

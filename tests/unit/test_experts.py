@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config import ConfigError, HfConfig, read_hf_config
-from megatron_rl.config.hf_shapes import MlaShape, MoeShape
+from megatron_rl.config.hf_experts import MlaShape, MoeShape
 from megatron_rl.config.shards import num_parameters
 from megatron_rl.policy.model import expert_options, rotary_frequencies, transformer_config
 from tests.parallel.dense_models import LINEAR_ROPE, LLAMA3_ROPE

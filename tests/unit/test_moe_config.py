@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config import read_hf_config
-from megatron_rl.config.hf_shapes import MoeShape
+from megatron_rl.config.hf_experts import MoeShape
 from megatron_rl.config.moe_checks import routing_problems
 from tests.least import least
 from tests.unit.test_moe_recipes import MODELS

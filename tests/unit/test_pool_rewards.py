@@ -92,7 +92,7 @@ def test_a_verifier_past_its_deadline_is_killed_and_costs_one_item(hostile):
             return results, len(family)
 
     results, family = run(main())
-    assert [result.total for result in results if result.finite] == [0.5] * 3
+    assert [result.total for result in results if math.isfinite(result.total)] == [0.5] * 3
     assert math.isnan(results[1].total)
     assert math.isnan(results[1].correctness)
     assert "timeout: no answer after reward.timeout_s=1 s" in results[1].errors[f"{HOOKS}:obey"]
@@ -101,7 +101,7 @@ def test_a_verifier_past_its_deadline_is_killed_and_costs_one_item(hostile):
 
 def test_an_item_that_ends_two_workers_is_given_up_and_costs_no_other():
     results = run(score(config(f"{HOOKS}:obey"), ["ok", "die", "ok", "die"]))
-    assert [result.finite for result in results] == [True, False, True, False]
+    assert [math.isfinite(result.total) for result in results] == [True, False, True, False]
     assert "the worker process died (exit status 3)" in results[1].errors[f"{HOOKS}:obey"]
 
 
@@ -216,7 +216,7 @@ async def main():
     record = PromptRecord("p", ({"role": "user", "content": "x"},))
     scoring = asyncio.create_task(pool.score([(record, "spin")]))  # one worker computes, one waits for jobs
     await asyncio.sleep(0.3)
-    print(*(worker.pid for worker in pool._workers), flush=True)
+    print(*(worker._process.pid for worker in pool._workers), flush=True)
     await scoring
 
 asyncio.run(main())

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.hf_shapes import MoeShape
+from megatron_rl.config.hf_experts import MoeShape
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.packing import RowShare, pack
 from megatron_rl.policy.routes import ArrayRoutes, local_routes
