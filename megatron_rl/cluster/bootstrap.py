@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .meeting import InRunDir, Meeting, ToldByTorchrun
+from .meeting import InRunDir, Meeting
 from .mpi import mpi_world
 from .started import LAUNCH, number, started
 
@@ -26,7 +26,8 @@ class Place:
     rank: int
     world_size: int
     local_rank: int
-    meeting: Meeting
+    meeting: Meeting | None
+    """None where torchrun has told all ranks already: torch.distributed finds rank 0 by itself."""
 
 
 def find_place(environ: Mapping[str, str], folder: Path) -> Place:
@@ -40,7 +41,7 @@ def find_place(environ: Mapping[str, str], folder: Path) -> Place:
         who = f"the {start.world_size} that {start.by} started"
         file = folder / f"trainer-{start.key}.json"
         meeting = InRunDir(file, start.rank, who, environ.get("SLURMD_NODENAME"))
-    return Place(start.rank, start.world_size, start.local_rank, meeting or ToldByTorchrun())
+    return Place(start.rank, start.world_size, start.local_rank, meeting)
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:

@@ -3,7 +3,7 @@
 Rank 0 first binds a port that the system chooses, then tells host and port; so no port is guessed, and two runs on one
 machine cannot meet on the same one.
 
-    torchrun         has told all ranks already (MASTER_ADDR, MASTER_PORT)
+    torchrun         has told all ranks already (MASTER_ADDR, MASTER_PORT): nothing is left to do
     MPI              one message from rank 0 to each other rank, after which MPI is finalised
     Slurm, launcher  a file in the run directory, which the nodes share anyway for checkpoints and weights
 
@@ -52,16 +52,9 @@ Connect = Callable[[str, int, float], S]
 class Meeting(Protocol):
     """One way to meet."""
 
-    def meet(self, serve: Serve[S], connect: Connect[S], timeout_s: float) -> S | None:
-        """The store of all ranks, served by rank 0; None where torch.distributed is to find it by itself."""
+    def meet(self, serve: Serve[S], connect: Connect[S], timeout_s: float) -> S:
+        """The store of all ranks, served by rank 0. Raises MeetingError when it is not found within `timeout_s`."""
         ...
-
-
-class ToldByTorchrun:
-    """torchrun has set MASTER_ADDR and MASTER_PORT, and torch.distributed reads them itself."""
-
-    def meet(self, serve: Serve[S], connect: Connect[S], timeout_s: float) -> S | None:
-        return None
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ class Meeting(Protocol):
         serve: Callable[[], tuple[TCPStore, int]],
         connect: Callable[[str, int, float], TCPStore],
         timeout_s: float,
-    ) -> TCPStore | None:
-        """The store, served by rank 0; None where torch.distributed finds it by itself."""
+    ) -> TCPStore:
+        """The store, served by rank 0."""
         ...
 
 
@@ -58,7 +58,9 @@ class Place(Protocol):
     def local_rank(self) -> int: ...
 
     @property
-    def meeting(self) -> Meeting: ...
+    def meeting(self) -> Meeting | None:
+        """None where torch.distributed finds the store by itself."""
+        ...
 
 
 def initialize(
@@ -152,12 +154,12 @@ def peer_failure(error: BaseException) -> str | None:
 
 def _join(place: Place, backend: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
-    store = place.meeting.meet(_serve, _connect, timeout_s)
-    if store is None:
+    if place.meeting is None:
         dist.init_process_group(backend, timeout=timeout)
-    else:
-        store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        return
+    store = place.meeting.meet(_serve, _connect, timeout_s)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
 def shared_store(place: Place, timeout_s: float) -> Store:
@@ -166,10 +168,13 @@ def shared_store(place: Place, timeout_s: float) -> Store:
     Args:
         timeout_s: seconds after which meeting, and later a wait for a key, gives up.
     """
-    store = place.meeting.meet(_serve, _connect, timeout_s)
-    found: Store = store if store is not None else next(iter(rendezvous("env://")))[0]
-    found.set_timeout(timedelta(seconds=timeout_s))
-    return found
+    store: Store
+    if place.meeting is None:
+        store, _, _ = next(iter(rendezvous("env://")))
+    else:
+        store = place.meeting.meet(_serve, _connect, timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def _serve() -> tuple[TCPStore, int]:

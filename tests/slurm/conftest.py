@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.e2e.runs import make_inputs
 
 from .minislurm import MiniSlurm, cluster, why_not
 
@@ -17,6 +20,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniSlurm]:
         pytest.skip(reason)
     with cluster(shared=[tmp_path_factory.getbasetemp()]) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and prompts of the quickstart, few of them."""
+    return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=16, eval_prompts=8, sft_prompts=64)
 
 
 @pytest.fixture(autouse=True)

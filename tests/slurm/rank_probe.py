@@ -69,7 +69,7 @@ def main() -> None:
         place = find_place(os.environ, folder)
     except BootstrapError as refusal:
         sys.exit(f"REFUSED {refusal}")
-    store = place.meeting.meet(serve, connect, WAIT_S)
+    store = place.meeting.meet(serve, connect, WAIT_S) if place.meeting else None
     world = store.get("address").decode() if store else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     facts = {"rank": place.rank, "world_size": place.world_size, "local_rank": place.local_rank}
     found = folder / f"rank-{os.getpid()}.json"  # the emulated nodes share one set of ids

@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.config import dump, load_config
 from tests.e2e.live import rows
-from tests.e2e.runs import QUICKSTART, make_inputs
+from tests.e2e.runs import QUICKSTART
 
 from . import launchers
 from .jobs import submit
@@ -47,11 +47,10 @@ def losses(folder: Path) -> list[tuple[str, Any]]:
     return [(name, row[name]) for row in rows(folder) for name in ("sft/loss", "policy/loss") if name in row]
 
 
-def test_every_launcher_trains_to_the_same_losses(slurm: MiniSlurm, tmp_path: Path) -> None:
+def test_every_launcher_trains_to_the_same_losses(slurm: MiniSlurm, inputs: Path, tmp_path: Path) -> None:
     reason = launchers.why_not()
     if reason:
         pytest.skip(reason)
-    inputs = make_inputs(tmp_path / "inputs", prompts=16, eval_prompts=8, sft_prompts=64)
     folders = {name: tmp_path / name.replace(" ", "_") for name in launchers.LAUNCHERS}
     lines = ["#!/bin/bash", f"PYTHON={shlex.quote(sys.executable)}", f"cd {shlex.quote(str(ROOT))}", ONE_RUN]
     for name, folder in folders.items():

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_rl.cluster.run_dir import RunDir
 from megatron_rl.cluster.staging import Stage
-from tests.e2e.runs import make_inputs
 
 from .minislurm import MiniSlurm
 from .train_jobs import PATIENCE_S, TINY, assert_books_whole, submit_run
@@ -20,9 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_one_process_a_node_reads_new_weights_and_an_engine_that_comes_back_starts_from_its_copy(
-    slurm: MiniSlurm, tmp_path: Path
+    slurm: MiniSlurm, inputs: Path, tmp_path: Path
 ) -> None:
-    inputs = make_inputs(tmp_path / "inputs", prompts=16, eval_prompts=8, sft_prompts=64)
     words = ("engine.replicas=3", "cluster.engines_per_node=2", "engine.weight_transport=disk")
     run = submit_run(
         slurm, tmp_path / "run", inputs, *TINY, *words, "engine.stage_in_memory=true", "steps=100000", nodes=4

@@ -15,18 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import make_inputs
-
 from .jobs import submit
 from .minislurm import MiniSlurm
 from .train_jobs import PATIENCE_S, ROOT, TINY, assert_books_whole, submit_run
 
 pytestmark = pytest.mark.timeout(1500)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=16, eval_prompts=8, sft_prompts=64)
 
 
 def test_a_killed_rank_is_restarted_in_the_job_and_term_saves_requeues_and_resumes(

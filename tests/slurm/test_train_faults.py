@@ -10,17 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import make_inputs
-
 from .minislurm import MiniSlurm, wait_until
 from .train_jobs import PATIENCE_S, TINY, assert_books_whole, submit_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=16, eval_prompts=8, sft_prompts=64)
 
 
 def test_a_dead_engine_is_replaced_a_dead_controller_or_hung_rank_restarts_and_cancelling_leaves_nothing(

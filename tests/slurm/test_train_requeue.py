@@ -16,11 +16,6 @@ from .train_jobs import PATIENCE_S, TINY, TrainJob, assert_books_whole, submit_r
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("inputs"), prompts=16, eval_prompts=8, sft_prompts=64)
-
-
 def newest(run: TrainJob) -> str:
     return max(path.name for path in (run.folder / "checkpoints").glob("step-*"))
 

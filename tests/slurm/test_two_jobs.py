@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.audit import audit_run
-from tests.e2e.runs import make_inputs
 
 from .minislurm import MiniSlurm
 from .train_jobs import PATIENCE_S, TINY, TrainJob, submit_run
@@ -16,8 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 HALF_A_NODE = ["--exclusive=user", "--ntasks-per-node=1", "--cpus-per-task=8", "--mem=8000", "--nodelist=node[1-3]"]
 
 
-def test_two_jobs_on_the_same_nodes_do_not_disturb_each_other(slurm: MiniSlurm, tmp_path: Path) -> None:
-    inputs = make_inputs(tmp_path / "inputs", prompts=16, eval_prompts=8, sft_prompts=64)
+def test_two_jobs_on_the_same_nodes_do_not_disturb_each_other(slurm: MiniSlurm, inputs: Path, tmp_path: Path) -> None:
     runs = [
         submit_run(slurm, tmp_path / name, inputs, *TINY, "steps=2", options=HALF_A_NODE) for name in ("one", "two")
     ]
