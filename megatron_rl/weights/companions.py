@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,18 +20,17 @@ if TYPE_CHECKING:
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|onnx)(\.index\.json)?")
 CONFIG = "config.json"
 _FURTHER = "num_nextn_predict_layers"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def copy_companions(
-    source: Path, out: Path, dtype: torch.dtype | None = None, has_further_layers: bool = False
-) -> None:
+def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None, names: Iterable[str] = ()) -> None:
     """Copy every file of the directory `source` that holds no weights; links are followed, folders left out.
 
     Args:
         dtype: of the weights, for config.json; None = what it said. float8_e4m3fn: in blocks (`fp8`), the rest in
             bfloat16; with another one no word of a quantisation of the source's is left.
-        has_further_layers: whether layers that predict tokens further on are written too. If not, and `dtype` is given,
-            config.json says so.
+        names: of the tensors that are written. Where none is of a layer that predicts tokens further on, and `dtype`
+            is given, config.json says that there are no such layers.
     """
     out.mkdir(exist_ok=True)
     for file in sorted(source.iterdir()):
@@ -43,7 +43,8 @@ def copy_companions(
     computed = torch.bfloat16 if dtype is fp8.FP8 else dtype
     config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(computed).removeprefix("torch."))
     config.pop("quantization_config", None)
-    if _FURTHER in config and not has_further_layers:
+    layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+    if _FURTHER in config and max(layers, default=-1) < config["num_hidden_layers"]:
         config[_FURTHER] = 0
     if dtype is fp8.FP8:
         config["quantization_config"] = fp8.quantization_config()

@@ -40,16 +40,16 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 _VERSION = re.compile(r"v(\d{6,})")
 
 
-def version_path(weights_dir: str | Path, version: int) -> Path:
+def version_path(weights_dir: Path, version: int) -> Path:
     """`weights_dir`/v000012 for version 12."""
-    return Path(weights_dir) / f"v{version:06d}"
+    return weights_dir / f"v{version:06d}"
 
 
 def write_version(
     chunks: Sequence[Any],
     hf: HfConfig,
-    source_dir: str | Path,
-    out_dir: str | Path,
+    source_dir: Path,
+    out_dir: Path,
     dtype: torch.dtype | None = None,
     bucket_bytes: int = 512 * MIB,
 ) -> Path:
@@ -72,7 +72,7 @@ def write_version(
     Raises:
         WeightsError: some rank could not write (disk full, permissions); the cause is chained on that rank.
     """
-    out_dir, source_dir, place = Path(out_dir), Path(source_dir), Place.of_this_rank()
+    place = Place.of_this_rank()
     writing = out_dir.with_name(_WRITING + out_dir.name)
     is_main = dist.get_rank() == 0
     plan = plan_export(chunks, hf, dtype, bucket_bytes)
@@ -155,30 +155,28 @@ def _remove(path: Path) -> None:
     shutil.rmtree(removing)
 
 
-def list_versions(weights_dir: str | Path) -> list[tuple[int, Path]]:
+def list_versions(weights_dir: Path) -> list[tuple[int, Path]]:
     """All complete versions below `weights_dir`, oldest first."""
-    folder = Path(weights_dir)
-    if not folder.is_dir():
+    if not weights_dir.is_dir():
         return []
-    matches = [(_VERSION.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir()]
+    matches = [(_VERSION.fullmatch(path.name), path) for path in weights_dir.iterdir() if path.is_dir()]
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def discard_versions_after(weights_dir: str | Path, version: int) -> None:
+def discard_versions_after(weights_dir: Path, version: int) -> None:
     """Remove versions newer than `version`, to which the run was restored: they will be written again."""
     for newer, path in list_versions(weights_dir):
         if newer > version:
             _remove(path)
 
 
-def prune_versions(weights_dir: str | Path, keep: int, in_use: Collection[int] = ()) -> None:
+def prune_versions(weights_dir: Path, keep: int, in_use: Collection[int] = ()) -> None:
     """Remove all but the newest `keep` (1 or more) versions and those in `in_use`; and what crashes have left.
 
     One caller only.
     """
-    folder = Path(weights_dir)
-    for version, path in list_versions(folder)[:-keep]:
+    for version, path in list_versions(weights_dir)[:-keep]:
         if version not in in_use:
             _remove(path)
-    for path in [*folder.glob(f"{_WRITING}*"), *folder.glob(f"{_REMOVING}*")]:
+    for path in [*weights_dir.glob(f"{_WRITING}*"), *weights_dir.glob(f"{_REMOVING}*")]:
         shutil.rmtree(path, ignore_errors=True)

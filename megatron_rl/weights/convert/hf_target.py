@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.buckets import TensorSpec, plan_buckets
-from megatron_rl.weights.companions import CONFIG, copy_companions
+from megatron_rl.weights.companions import copy_companions
 from megatron_rl.weights.convert.one_file import PlannedFile
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.reader import INDEX, file_name, index_of
@@ -55,13 +53,7 @@ class HfTarget:
         where = {tensor.name: file.name for file in self.files for tensor in file.tensors}
         if len(self.files) > 1:
             write_atomic(folder / INDEX, index_of(where, sum(file.size for file in self.files)))
-        copy_companions(self._beside, folder, self._dtype, _has_further_layers(where, self._beside))
-
-
-def _has_further_layers(names: Iterable[str], beside: Path) -> bool:
-    layers = {int(match[1]) for name in names if (match := re.match(r"model\.layers\.(\d+)\.", name))}
-    described = json.loads((beside / CONFIG).read_text())
-    return max(layers, default=-1) >= described.get("num_hidden_layers", len(layers))
+        copy_companions(self._beside, folder, self._dtype, where)
 
 
 class _SafetensorsWriter:
