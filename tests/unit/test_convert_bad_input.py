@@ -131,6 +131,14 @@ def test_damaged_hugging_face_files_are_named(hf: Path, tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
 
 
+def test_an_index_that_promises_what_no_file_holds_is_named(hf: Path) -> None:
+    split(hf)
+    index = hf / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model.norm.weight"', '"model.other.weight"'))
+    with pytest.raises(WeightsError, match=r"index\.json promises model\.other\.weight, which the file does not hold"):
+        open_checkpoint(hf)
+
+
 def test_weights_that_do_not_fit_config_json_are_named(hf: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     cases: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
