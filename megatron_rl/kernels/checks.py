@@ -6,6 +6,8 @@ pipeline schedule nothing may raise on one rank alone, so they travel on in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,20 @@ def check_rows(name: str, rows: Tensor, target: Tensor, temperature: float | Ten
             )
     elif not temperature > COLDEST:
         raise ValueError(f"temperature={temperature}: {_must_exceed(temperature)}")
+
+
+def check_starts(starts: Sequence[int], num_rows: int) -> None:
+    """First rows of all sequences: 0, then ascending up to `num_rows`, so that every row belongs to one of them.
+
+    Raises:
+        ValueError: they are not; a row would be left out of the loss, or belong to two sequences.
+    """
+    if not starts or starts[0] != 0:
+        first = f"begins with {starts[0]}" if starts else "is empty"
+        raise ValueError(f"sequence_starts {first}: the first sequence begins at row 0, else rows before it are lost")
+    for before, start, after in zip([0, *starts], starts, [*starts[1:], num_rows], strict=False):
+        if not before <= start <= after:
+            raise ValueError(f"sequence_starts: {before}, {start}, {after} (of {num_rows} rows) must ascend")
 
 
 def check_ids(target: Tensor, vocab_size: int) -> bool:

@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from . import backend
-from .checks import check_ids, check_rows, live_inverse
+from .checks import check_ids, check_rows, check_starts, live_inverse
 from .chunks import cut
 from .linear_pass import LinearPass, LiveRows, Objective
 from .shard import Shard
@@ -87,9 +87,14 @@ def linear_policy_loss(
         logprob_backend: `te` uses Transformer Engine's parallel cross entropy (CUDA only, no entropy).
 
     Raises:
-        ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive or too near to 0.
+        ValueError: shapes disagree, an id lies outside the vocabulary, a temperature is not positive or too near to 0,
+            or sequence_starts leave rows out.
     """
     rows = _live_rows(hidden, weight, target, group, temperature, vocab_size, sequence_parallel)
+    if main_grad is not None:
+        _check_buffer(main_grad, weight)
+    if sequence_starts is not None:
+        check_starts(sequence_starts, target.shape[0])
     chunks = cut(rows.index, target.shape[0], chunk_tokens, sequence_starts, equal_cuts)
     kind = TePass if logprob_backend == "te" else LinearPass
     found = _LinearPolicyLoss.apply(hidden, weight, rows, chunks, objective, with_entropy, main_grad, kind)
@@ -165,6 +170,15 @@ class _LinearPolicyLoss(Function):
         d_hidden = None if d_hidden is None else d_hidden * grad
         d_weight = None if d_weight is None else (d_weight * grad).to(weight_dtype)
         return (d_hidden, d_weight) + (None,) * 6
+
+
+def _check_buffer(main_grad: Tensor, weight: Tensor) -> None:
+    wanted = compute_dtype(weight)
+    if main_grad.shape != weight.shape or main_grad.dtype != wanted:
+        raise ValueError(
+            f"main_grad {main_grad.dtype} {tuple(main_grad.shape)}: expected {wanted} {tuple(weight.shape)}, the shape "
+            "of weight"
+        )
 
 
 def _live_rows(

@@ -360,7 +360,13 @@ def test_a_whole_sequence_ratio_does_not_depend_on_the_chunk():
             {"temperature": torch.full((37,), 1e-40)},
             r"temperature=.*e-4. at a live token: it must be greater than 2.9e-3",
         ),
+        ({"sequence_starts": []}, "sequence_starts is empty: the first sequence begins at row 0"),
+        ({"sequence_starts": [3, 9]}, "sequence_starts begins with 3: the first sequence begins at row 0, else rows"),
+        ({"sequence_starts": [0, 9, 7]}, r"sequence_starts: 0, 9, 7 \(of 37 rows\) must ascend"),
+        ({"sequence_starts": [0, 9, 38]}, r"sequence_starts: 9, 38, 37 \(of 37 rows\) must ascend"),
         ({"vocab_size": 29}, "vocab_size=29"),
+        ({"main_grad": torch.zeros(27, 12, dtype=torch.float64)}, r"main_grad .*\(27, 12\)"),
+        ({"main_grad": torch.zeros(28, 12)}, r"main_grad torch.float32"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_value(change, message):
