@@ -18,10 +18,6 @@ MetricValue = float | None
 _NAME = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_.:@-]+)+")
 
 
-class MetricError(ValueError):
-    """A metric put twice in one step, or under a name that the writers cannot carry."""
-
-
 class StepMetrics:
     """The metrics of one step, flat `group/name` -> number.
 
@@ -38,12 +34,12 @@ class StepMetrics:
     def put(self, name: str, value: SupportsFloat | None) -> None:
         """Record one value; anything with `__float__` is accepted, NaN and infinities are kept as None and counted.
 
-        Raises MetricError when the name was put before (two writers of one number hide a fault) or is not `group/name`.
+        Raises ValueError when the name was put before (two writers of one number hide a fault) or is not `group/name`.
         """
         if not _NAME.fullmatch(name):
-            raise MetricError(f"metric name {name!r} is not of the form group/name (letters, digits, _ . : @ -)")
+            raise ValueError(f"metric name {name!r} is not of the form group/name (letters, digits, _ . : @ -)")
         if name in self._values:
-            raise MetricError(
+            raise ValueError(
                 f"metric {name!r} was put twice in one step ({self._values[name]} and {value}); give one of them "
                 f"a name of its own"
             )
@@ -51,7 +47,7 @@ class StepMetrics:
         self._values[name] = number if math.isfinite(number) else None
 
     def merge(self, values: Mapping[str, SupportsFloat | None], prefix: str = "") -> None:
-        """Put every item of `values` under `prefix + name`. Raises MetricError as `put` does."""
+        """Put every item of `values` under `prefix + name`. Raises ValueError as `put` does."""
         for name, value in values.items():
             self.put(prefix + name, value)
 
