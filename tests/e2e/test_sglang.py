@@ -15,7 +15,7 @@ from tests.contract.servers import NO_SGLANG, SGLANG
 
 from .live import LiveRun
 from .runs import FinishedRun, make_inputs, train
-from .versions import Versions, trained_samples
+from .versions import Versions, kept_samples
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not SGLANG.exists(), reason=NO_SGLANG)]
 MARK = "MEGATRON_RL_TEST_MARK"
@@ -105,9 +105,7 @@ def test_shared_devices_and_kept_responses_mix_up_no_version(tmp_path: Path, inp
     seen = re.findall(r'"POST /(\w+_memory_occupation) HTTP/1.1" 200', (folder / "logs" / "engine-0.log").read_text())
     turn = ["release_memory_occupation", *2 * ["resume_memory_occupation"]]  # for weights, then for the KV cache
     assert seen == [*turn, *4 * [*turn, *turn[:2]]]  # each step ends in a checkpoint, which borrows the KV cache
-    samples = trained_samples(folder)
-    mixed = [sample for sample in samples if len(sample.spans) > 1]
-    assert mixed
+    mixed = [sample for sample in kept_samples(folder).values() if len(sample.spans) > 1]
     versions = Versions(folder, inputs / "model", tmp_path / "weights")
     assert max(versions.error(sample) for sample in mixed) < 1e-5
     assert min(versions.error(sample, older=1) for sample in mixed if sample.version_first) > 1e-3

@@ -59,14 +59,21 @@ class Versions:
         )
 
 
-def trained_samples(run: Path) -> list[Sample]:
-    """What was trained on and had lain finished in some checkpoint before, which holds its tokens."""
+def kept_samples(run: Path, finished_only: bool = False) -> dict[str, Sample]:
+    """What lay in the checkpoints, unfinished responses among it, by its name: as it was in the latest that has it."""
     kept: dict[str, Sample] = {}
     for folder in sorted((run / "checkpoints").glob("step-*")):
         arrays, metadata = decode(checkpoint.read_extra(folder)["controller"])
         groups: list[Group] = unpack_groups(arrays, metadata["groups"])
         finished = set(saved_books(folder)["finished"])
-        kept |= {sample.id: sample for group in groups if group.id in finished for sample in group.samples}
+        wanted = (group for group in groups if group.id in finished or not finished_only)
+        kept |= {sample.id: sample for group in wanted for sample in group.samples}
+    return kept
+
+
+def trained_samples(run: Path) -> list[Sample]:
+    """What was trained on and had lain finished in some checkpoint before, which holds its tokens."""
+    kept = kept_samples(run, finished_only=True)
     rows = [
         row
         for file in sorted((run / "rollouts").glob("step-*.parquet"))
