@@ -20,6 +20,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -98,7 +99,8 @@ class Stage:
         source = Path(request.folder)
         target = self.folder / source.name
         try:
-            with _exclusive(self.folder / _COPY_LOCK):
+            with open(self.folder / _COPY_LOCK, "a+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 if _stamp(target) != request.stamp:
                     self._replace(source, target, request.stamp)
             return target
@@ -200,11 +202,10 @@ def carry_out_requests(stage: Stage, run: RunDir, report: Report, name: str) -> 
 
 def _carry_out(stage: Stage, request: Request, report: Report) -> Report:
     try:
-        path, error = str(stage.copy(request)), None
+        return replace(report, stamp=request.stamp, path=str(stage.copy(request)))
     except StageError as failure:
-        path, error = None, str(failure)
         log.warning("%s", failure)
-    return Report(report.node, report.replicas, request.stamp, path, error)
+        return replace(report, stamp=request.stamp, error=str(failure))
 
 
 def _stamp(copy: Path) -> str | None:
@@ -222,10 +223,3 @@ def _remove_unless_used(folder: Path) -> None:
         with open(folder / _LOCK, "a+") as lock:
             if try_lock(lock):
                 shutil.rmtree(folder)
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    with open(path, "a+") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

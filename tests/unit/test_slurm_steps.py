@@ -82,8 +82,7 @@ def test_a_lost_node_is_what_counts_although_the_step_ends_with_0(tmp_path: Path
 
 def test_sizes_of_nodes_come_from_the_job_and_the_smallest_counts() -> None:
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "96(x3),64", "SLURM_GPUS_ON_NODE": "8"}
-    assert Allocation.of(env) == Allocation("7", 0, NodeShape(64, 8))
-    assert Allocation.of(env | {"SLURM_RESTART_COUNT": "2"}).restarts == 2
+    assert Allocation.of(env) == Allocation("7", NodeShape(64, 8))
     assert least("16") == 16
 
 

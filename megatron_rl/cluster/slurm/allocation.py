@@ -64,8 +64,6 @@ class Allocation:
     """The job that this process is the batch script of."""
 
     job: str
-    restarts: int
-    """How often it was requeued."""
     shape: NodeShape
 
     @classmethod
@@ -79,7 +77,6 @@ class Allocation:
         gpus = env.get("SLURM_GPUS_ON_NODE", "0")
         return cls(
             env["SLURM_JOB_ID"],
-            int(env.get("SLURM_RESTART_COUNT", "0")),
             NodeShape(
                 least(env.get("SLURM_JOB_CPUS_PER_NODE", env.get("SLURM_CPUS_ON_NODE", "1"))),
                 int(gpus) if gpus.isdigit() else 0,

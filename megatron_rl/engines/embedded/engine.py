@@ -79,7 +79,7 @@ class Engine:
             timeout_graceful_shutdown=GRACE_S,
             timeout_keep_alive=75,
         )
-        self._server = _Server(config, self._begin_shutdown)
+        self._server = _Server(config, lambda: self._loop.call_soon_threadsafe(self.service.close))
 
     async def serve(self, listener: socket.socket) -> None:
         """Run to the end; the address is published once requests are answered."""
@@ -100,9 +100,6 @@ class Engine:
             if not await asyncio.to_thread(self.scheduler.join, GRACE_S):
                 log.warning("the step in progress did not end within %d s of the shutdown", GRACE_S)
 
-    def _begin_shutdown(self) -> None:
-        self._loop.call_soon_threadsafe(self.service.close)
-
     def _on_failure(self) -> None:
         self._server.should_exit = True
 
@@ -110,7 +107,7 @@ class Engine:
 class _Server(uvicorn.Server):
     """Ends with status 0 on a signal: uvicorn would raise the signal again after its shutdown."""
 
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], object]) -> None:
         super().__init__(config)
         self._on_signal = on_signal
 

@@ -133,15 +133,8 @@ class Scheduler:
     def _run_commands(self) -> None:
         if self._paused or not (self._waiting or len(self._batch)):
             self._inbox.get()()  # no deadline: a server waits for work for as long as it lives
-        self._run_pending_commands()
-
-    def _run_pending_commands(self) -> None:
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            command()
+        while not self._inbox.empty():  # nobody else takes from it
+            self._inbox.get()()
 
     def _admit(self) -> None:
         """Move waiting requests into the batch while rows and memory last; each distinct prompt is computed once."""
