@@ -42,9 +42,8 @@ class PackedAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
         *,
+        softmax_scale: float | None = None,
         inv_freq: Tensor | None,
         pg_collection: Any = None,
         **_: Any,
@@ -52,7 +51,6 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.inv_freq = inv_freq  # not a buffer: it belongs to the architecture and not to a checkpoint
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.context_group = None if pg_collection is None else pg_collection.cp
 
     def forward(
@@ -71,18 +69,14 @@ class PackedAttention(MegatronModule):
             query: [T, heads, head_dim], of this tensor- and context-parallel rank.
             key: [T, groups, head_dim].
             value: [T, groups, value_dim].
-            attention_mask: must be None: the packing says who sees whom.
+            attention_mask: None: the packing says who sees whom.
             packed_seq_params: `cu_seqlens_q` int32 [S + 1], of all context-parallel ranks together; without them,
                 tokens behind its last entry get values without meaning.
 
         Returns:
             [T, heads * value_dim].
-
-        Raises:
-            ValueError: sequences are not packed.
         """
-        if packed_seq_params is None or attention_mask is not None:
-            raise ValueError("attention runs on packed sequences only: pass packed_seq_params and attention_mask=None")
+        assert packed_seq_params is not None
         size, rank = (1, 0) if self.context_group is None else (self.context_group.size(), self.context_group.rank())
         layout = packed_layout(packed_seq_params, query.size(0), size, rank)
         if self.inv_freq is not None:
@@ -138,7 +132,6 @@ class PackedAttention(MegatronModule):
             k,
             v,
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
             scale=self.scale,
             enable_gqa=q.size(1) != k.size(1),

@@ -13,11 +13,7 @@ from torch import Tensor
 
 
 class PolicyModel(GPTModel):
-    """Called without labels, its last stage returns [1, T, H] (with sequence parallelism [1, T / TP, H]).
-
-    Blocks for multi-token prediction are then not run. With labels everything is as in Megatron: it asks for a
-    language-model loss and gets one.
-    """
+    """Its last stage returns [1, T, H] (with sequence parallelism [1, T / TP, H])."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,18 +29,11 @@ class PolicyModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def _postprocess(self, hidden_states: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        if labels is not None:
-            return super()._postprocess(hidden_states=hidden_states, labels=labels, **options)
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
         handed_on, _ = self.output_layer(hidden_states)
         return handed_on.transpose(0, 1).contiguous()
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Megatron's loss [1, T] of what the output layer handed on as `logits`."""
-        projected, _ = ColumnParallelLinear.forward(self.output_layer, logits, weight=self.output_weight)
-        return super().compute_language_model_loss(labels, projected)
 
 
 class _HandsOn(ColumnParallelLinear):

@@ -47,12 +47,8 @@ class LatentAttention(MLASelfAttention):
 
         With sequence parallelism `hidden_states` are this rank's rows; T are those of all its tensor-parallel ranks.
         Also returned are the latents that queries, and keys and values, were made from.
-
-        Raises:
-            ValueError: sequences are not packed.
         """
-        if packed_seq_params is None:
-            raise ValueError("latent attention runs on packed sequences only: pass packed_seq_params")
+        assert packed_seq_params is not None
         config, hidden = self.config, hidden_states.squeeze(1)
         latent, key_rotated = self.linear_kv_down_proj(hidden)[0].split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], -1

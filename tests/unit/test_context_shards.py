@@ -150,7 +150,7 @@ class AllRanks(PackedAttention):
     """One rank's attention, with keys and values of the others at hand instead of a process group."""
 
     def __init__(self, size: int, rank: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        config = SimpleNamespace(kv_channels=DIM, attention_dropout=0.0)
+        config = SimpleNamespace(kv_channels=DIM)
         group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
         super().__init__(config, 1, None, "self", inv_freq=None, pg_collection=SimpleNamespace(cp=group))
         self._all = keys, values

@@ -17,7 +17,7 @@ INV_FREQ = 1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
 
 
 def attention() -> PackedAttention:
-    config = SimpleNamespace(kv_channels=DIM, attention_dropout=0.0)
+    config = SimpleNamespace(kv_channels=DIM)
     return PackedAttention(config, 1, None, "self", inv_freq=INV_FREQ)
 
 
@@ -64,9 +64,3 @@ def test_layout_is_built_once_for_all_layers() -> None:
     layout = packed_layout(packed, 5)
     attention()(query, key, key, None, packed_seq_params=packed)
     assert packed_layout(packed, 5) is layout
-
-
-def test_unpacked_batches_are_refused() -> None:
-    query, key = torch.randn(5, HEADS, DIM), torch.randn(5, GROUPS, DIM)
-    with pytest.raises(ValueError, match="packed_seq_params"):
-        attention()(query, key, key, None)
