@@ -29,6 +29,7 @@ from megatron_rl.algorithms.losses import Sequences
 from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.algorithms.token_statistics import token_statistics
 from megatron_rl.kernels import PolicyLossOutput, linear_logprob, linear_policy_loss, policy_loss
+from megatron_rl.policy.batch import TOKEN_FIELDS
 from megatron_rl.policy.packing import MicroBatch
 from megatron_rl.weights.mapping import unwrap
 
@@ -228,15 +229,8 @@ def _main_grad(weight: Tensor) -> Tensor | None:
 
 
 def _non_finite(microbatch: MicroBatch, log_probs: Tensor) -> Tensor:
-    read = (
-        microbatch.weights,
-        microbatch.advantages,
-        microbatch.old_log_probs,
-        microbatch.reference_log_probs,
-        microbatch.behaviour_log_probs,
-    )
     finite = torch.isfinite(log_probs)
-    for values in read:
-        if values is not None:
+    for name in TOKEN_FIELDS:
+        if (values := getattr(microbatch, name)) is not None:
             finite = finite & torch.isfinite(values)
     return microbatch.trainable & ~finite
