@@ -68,7 +68,7 @@ from .dump import remove_dumps_from, rollout_file, write_dump
 from .endpoint import Endpoint, engine_pids, engine_urls, publish
 from .evaluation import Evaluator
 from .garbage import look_less_often
-from .generate import GroupMaker
+from .generate import Examiner, GroupMaker
 from .ledger import Entry, Ledger
 from .pace import Pace
 from .pool import GroupPool
@@ -120,11 +120,12 @@ class Controller:
         cursor = PromptCursor(len(prompts.train), cfg.seed, cfg.data.shuffle, prompts.train.fingerprint)
         pace = Pace(cfg)
         pool = GroupPool(cursor, pace.capacity, drops_uninformative=pace.refill)
-        maker = GroupMaker(cfg, prompts.train, prompts.tokenizer, client, verifiers, turns)
+        examiner = Examiner(prompts.tokenizer, client, verifiers, cfg.seed, turns)
+        maker = GroupMaker(cfg, prompts.train, examiner, client)
         self.scheduler = Scheduler(cfg, pool, maker)
         routes = RouteFormat.of(cfg, read_hf_config(cfg.model.path)) if cfg.engine.routed_experts else None
         self._routes = None if routes is None else RouteFiles(cfg.run_dir, routes.store(), pool, maker)
-        self.evaluator = Evaluator(cfg, prompts.held_out, prompts.tokenizer, client, verifiers, turns)
+        self.evaluator = Evaluator(cfg, prompts.held_out, examiner)
         self._ledger = Ledger(cfg.run_dir)
         self._tables: dict[int, RolloutTable] = {}
         self._engine_pids = self._pids_of_engines()

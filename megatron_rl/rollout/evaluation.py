@@ -14,16 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_rl.algorithms.evaluation import pass_at_k, share_interval
 from megatron_rl.config import Config
-from megatron_rl.data import PromptDataset, PromptTokenizer
-from megatron_rl.rewards import RewardPool
+from megatron_rl.data import PromptDataset
 
-from .client import Engines, together
+from .client import together
 from .dump import evaluation_file, write_dump
 from .generate import Examiner
 from .progress import Status
 from .protocol import SamplingSettings
 from .sample import Group
-from .turns import TurnTaker
 
 log = logging.getLogger(__name__)
 SEQUENCES_PER_REQUEST = 16
@@ -54,17 +52,8 @@ class EvalJob:
 class Evaluator:
     """Runs one evaluation after the other; they share the engines with training samples."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        dataset: PromptDataset | None,
-        tokenizer: PromptTokenizer,
-        engines: Engines,
-        verifiers: RewardPool,
-        turns: TurnTaker | None = None,
-    ) -> None:
-        self._cfg, self._dataset, self._tokenizer = cfg, dataset, tokenizer
-        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed, turns)
+    def __init__(self, cfg: Config, dataset: PromptDataset | None, examiner: Examiner) -> None:
+        self._cfg, self._dataset, self._examiner = cfg, dataset, examiner
         self._queue: asyncio.Queue[EvalJob] = asyncio.Queue()
         self.jobs: dict[str, EvalJob] = {}
 
@@ -105,7 +94,7 @@ class Evaluator:
         if self._cfg.logging.dump_rollouts:
             path = evaluation_file(self._cfg.run_dir, request.step, request.label)
             records = [self._dataset[g.id] for g in groups]
-            await asyncio.to_thread(write_dump, path, request.step, groups, records, self._tokenizer, ())
+            await asyncio.to_thread(write_dump, path, request.step, groups, records, self._examiner.tokenizer, ())
         return summarise(groups, self._cfg.eval.ks, self._cfg.seed)
 
     async def _start(self, index: int, request: EvalRequest) -> Group:

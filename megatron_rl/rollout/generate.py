@@ -35,7 +35,7 @@ class Examiner:
         run_seed: int,
         turns: TurnTaker | None = None,
     ) -> None:
-        self._tokenizer, self._engines, self._verifiers, self._run_seed = tokenizer, engines, verifiers, run_seed
+        self.tokenizer, self._engines, self._verifiers, self._run_seed = tokenizer, engines, verifiers, run_seed
         self._turns = turns
         self.stop_token_ids = tuple(tokenizer.eos_token_ids)
 
@@ -48,7 +48,7 @@ class Examiner:
         return Group.start(
             group_id,
             record.id,
-            np.array(self._tokenizer.encode(record), np.int64),
+            np.array(self.tokenizer.encode(record), np.int64),
             size,
             run_seed=self._run_seed,
             version=version,
@@ -73,23 +73,14 @@ class Examiner:
         else:
             await self._turns.play(groups, records, settings, suspended)
         pairs = [pair for pair in zip(groups, records, strict=True) if not pair[0].unfinished]
-        await asyncio.gather(*(judge(group, record, self._tokenizer, self._verifiers) for group, record in pairs))
+        await asyncio.gather(*(judge(group, record, self.tokenizer, self._verifiers) for group, record in pairs))
 
 
 class GroupMaker:
     """Makes training groups, from their beginning or from where they were suspended."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        dataset: PromptDataset,
-        tokenizer: PromptTokenizer,
-        engines: Engines,
-        verifiers: RewardPool,
-        turns: TurnTaker | None = None,
-    ) -> None:
-        self._cfg, self._dataset, self._engines = cfg, dataset, engines
-        self._examiner = Examiner(tokenizer, engines, verifiers, cfg.seed, turns)
+    def __init__(self, cfg: Config, dataset: PromptDataset, examiner: Examiner, engines: Engines) -> None:
+        self._cfg, self._dataset, self._examiner, self._engines = cfg, dataset, examiner, engines
         self._suspended: set[int] = set()
         self._run = secrets.token_hex(4) if cfg.engine.routed_experts else ""
         self._made = itertools.count()
@@ -100,7 +91,7 @@ class GroupMaker:
         self._settings = SamplingSettings(
             temperature=cfg.rollout.temperature,
             max_new_tokens=cfg.rollout.max_response_tokens,
-            stop_token_ids=self._examiner.stop_token_ids,
+            stop_token_ids=examiner.stop_token_ids,
             top_p=cfg.rollout.top_p,
             top_k=cfg.rollout.top_k,
             min_p=cfg.rollout.min_p,
