@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.parallel.policy_setup import DP2, DP4, PP2, SP, TP2, VPP2
+
 RANKS = 4
 VOCAB_SIZE = 320
 LLAMA3_ROPE = {
@@ -25,27 +27,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-yarn": {"family": "qwen2", "rope_parameters": YARN_ROPE, "tied": True},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp1": {"data_parallel_size": 4},
-    "tp2": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
-    "pp2": {"pipeline_model_parallel_size": 2, "data_parallel_size": 2},
-    "tp2-pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-    "tp2-sp-full": {
-        "tensor_model_parallel_size": 2,
-        "data_parallel_size": 2,
-        "sequence_parallel": True,
-        "recompute": "full",
-    },
-    "tp2-pp2-sp-selective": {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "recompute": "selective",
-    },
-    "tp2-pp2-vpp2": {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-    },
+    "tp1": DP4,
+    "tp2": TP2 | DP2,
+    "pp2": PP2 | DP2,
+    "tp2-pp2": TP2 | PP2,
+    "tp2-sp-full": TP2 | DP2 | SP | {"recompute": "full"},
+    "tp2-pp2-sp-selective": TP2 | PP2 | SP | {"recompute": "selective"},
+    "tp2-pp2-vpp2": TP2 | VPP2,
     "tp4": {"tensor_model_parallel_size": 4},
 }
 PLAIN = ("tp1", "tp2", "pp2", "tp2-pp2", "tp4")

@@ -15,11 +15,8 @@ from typing import Any
 from megatron_rl.algorithms.normalisation import NORMALISATIONS
 from megatron_rl.policy.microbatch import Plan
 from tests.loss_recipes import CORRECTIONS, LOSSES, SEQUENCE_LEVEL
-from tests.parallel.policy_setup import CP2, DP2, PP2, TP2
+from tests.parallel.policy_setup import CP2, DP2, DP4, PP2, SP, TP2, VPP2
 from tests.reference_loss import Recipe
-
-VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
-SP = {"sequence_parallel": True}
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"TP2": TP2, "TP2 SP": TP2 | SP, "PP2": PP2, "PP2 VPP2": VPP2, "DP2": DP2, "CP2": CP2},
@@ -31,7 +28,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "PP2 VPP2 DP2": VPP2 | DP2,
         "TP2 DP2 SP": TP2 | DP2 | SP,
         "PP4": {"pipeline_model_parallel_size": 4},
-        "DP4": {"data_parallel_size": 4},
+        "DP4": DP4,
         "TP2 CP2 SP": TP2 | CP2 | SP,
         "PP2 CP2": PP2 | CP2,
         "CP2 DP2": CP2 | DP2,

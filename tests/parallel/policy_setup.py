@@ -25,6 +25,11 @@ PP2 = {"pipeline_model_parallel_size": 2}
 DP2 = {"data_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
+EP4 = {"expert_model_parallel_size": 4}
+ETP2 = {"expert_tensor_parallel_size": 2}
+DP4 = {"data_parallel_size": 4}
+SP = {"sequence_parallel": True}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 FROZEN = "e_score_correction_bias"
 """What is exported beside the parameters, and has no gradient."""
 

@@ -12,22 +12,21 @@ from typing import Any
 import pytest
 
 from tests.parallel.launch import run_ranks
-from tests.parallel.layout_cases import LAYOUTS, SP
-from tests.parallel.policy_setup import DP2, PP2, TP2
+from tests.parallel.layout_cases import LAYOUTS
+from tests.parallel.policy_setup import DP2, DP4, EP2, EP4, ETP2, PP2, SP, TP2
 from tests.parallel.test_checkpoint_resume import VOCAB, WHOLE, read_checkpoint, write_checkpoint
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
 
-EP2 = {"expert_model_parallel_size": 2}
 EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"EP2": DP2 | EP2, "TP2 ETP2 SP": TP2 | SP | {"expert_tensor_parallel_size": 2}, "TP2 EP2 SP": TP2 | SP | EP2},
+    2: {"EP2": DP2 | EP2, "TP2 ETP2 SP": TP2 | SP | ETP2, "TP2 EP2 SP": TP2 | SP | EP2},
     4: {
         "PP2 EP2": PP2 | DP2 | EP2,
         "TP2 DP2 EP2 SP": TP2 | DP2 | SP | EP2,
-        "EP4": {"data_parallel_size": 4, "expert_model_parallel_size": 4},
+        "EP4": DP4 | EP4,
         "PP2 EP2 whole": PP2 | DP2 | EP2 | WHOLE,
-        "DP4 EP2 whole": {"data_parallel_size": 4} | EP2 | WHOLE,
+        "DP4 EP2 whole": DP4 | EP2 | WHOLE,
     },
 }
 """Processes -> name -> section `parallel`, for a model with experts."""

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.algorithms.spec import LossSpec
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import DP2, PP2, layout, local_part, make_batch, make_config
+from tests.parallel.policy_setup import DP2, EP2, VPP2, layout, local_part, make_batch, make_config
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.parallel
@@ -18,14 +18,12 @@ pytestmark = pytest.mark.parallel
 VOCAB = 300
 STEPS = 3
 WHOLE = {"use_distributed_optimizer": False}
-INTERLEAVED = PP2 | {"virtual_pipeline_model_parallel_size": 2}
-EP2 = DP2 | {"expert_model_parallel_size": 2}
 KINDS = {
-    "distributed": (EP2, "float32"),
+    "distributed": (DP2 | EP2, "float32"),
     "distributed_bf16": (DP2, "bfloat16"),
-    "whole": (EP2 | WHOLE, "float32"),
+    "whole": (DP2 | EP2 | WHOLE, "float32"),
     "whole_bf16": (DP2 | WHOLE, "bfloat16"),
-    "interleaved_bf16": (INTERLEAVED, "bfloat16"),
+    "interleaved_bf16": (VPP2, "bfloat16"),
 }
 
 

@@ -24,9 +24,14 @@ from tests.parallel.launch import run_ranks
 from tests.parallel.policy_setup import (
     CP2,
     DP2,
+    DP4,
     EP2,
+    EP4,
+    ETP2,
     PP2,
+    SP,
     TP2,
+    VPP2,
     gradients,
     layout,
     local_part,
@@ -44,9 +49,6 @@ SPEC = LossSpec(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01)
 LENGTHS = (5, 1, 14, 9, 9, 22, 3, 2, 7, 4, 23, 12)
 """A sequence without a row, of one and of two rows, equal and skewed ones; 24 tokens hold few of them, or just one."""
 TOLERANCE = 1e-5
-SP = {"sequence_parallel": True}
-ETP2 = {"expert_tensor_parallel_size": 2}
-VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ TWO_RANKS = {
     "pp2": Case(PP2),
     "pp2_qwen2": Case(PP2, model="qwen2", max_tokens=48),
     "pp2_llama": Case(PP2, model="llama", max_tokens=48),
-    "pp2_interleaved": Case(PP2 | VPP2, max_tokens=24),
+    "pp2_interleaved": Case(VPP2, max_tokens=24),
     "cp2": Case(CP2),
     "dp2": Case(DP2),
     "dp2_microbatches": Case(DP2, max_tokens=24),
@@ -96,7 +98,7 @@ TWO_RANKS = {
     "tp2_ep2": Case(TP2 | SP | EP2, "qwen3_moe", max_tokens=48),
     "tp2_experts": Case(TP2 | SP, "qwen3_moe"),
     "tp2_etp2": Case(TP2 | SP | ETP2, "qwen3_moe", max_tokens=48),
-    "pp2_interleaved_experts": Case(PP2 | VPP2, "qwen3_moe", max_tokens=24),
+    "pp2_interleaved_experts": Case(VPP2, "qwen3_moe", max_tokens=24),
     "tp2_ep2_direct_queries": Case(TP2 | SP | EP2, "direct_queries"),
     "mixtral_tp2_ep2": Case(TP2 | SP | EP2, "mixtral"),
     "deepseek_v2_tp2_ep2": Case(TP2 | SP | EP2, "deepseek_v2", max_tokens=48),
@@ -110,15 +112,15 @@ TWO_RANKS = {
 }
 DENSE = (("tp2-pp2", "qwen2"), ("tp2-pp2", "llama"), ("tp4", "qwen3"), ("tp4", "qwen2"), ("tp4", "llama"))
 FOUR_RANKS = {
-    "ep4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "qwen3_moe", max_tokens=24),
-    "dp4_ep2": Case({"data_parallel_size": 4} | EP2, "qwen3_moe"),
+    "ep4": Case(DP4 | EP4, "qwen3_moe", max_tokens=24),
+    "dp4_ep2": Case(DP4 | EP2, "qwen3_moe"),
     "tp2_dp2_ep2": Case(TP2 | SP | DP2 | EP2, "qwen3_moe", max_tokens=48),
-    "tp2_dp2_ep4": Case(TP2 | SP | DP2 | {"expert_model_parallel_size": 4}, "qwen3_moe"),
+    "tp2_dp2_ep4": Case(TP2 | SP | DP2 | EP4, "qwen3_moe"),
     "tp2_dp2_etp2_ep2": Case(TP2 | SP | DP2 | ETP2 | EP2, "qwen3_moe", max_tokens=48),
     "pp2_ep2": Case(PP2 | DP2 | EP2, "qwen3_moe", max_tokens=24),
     "tp2_cp2_ep2": Case(TP2 | SP | CP2 | EP2, "qwen3_moe", max_tokens=48),
-    "deepseek_v3_tp2_cp2_ep4": Case(TP2 | SP | CP2 | {"expert_model_parallel_size": 4}, "deepseek_v3", max_tokens=48),
-    "pp2_ep2_interleaved": Case(PP2 | DP2 | EP2 | VPP2, "qwen3_moe", max_tokens=24),
+    "deepseek_v3_tp2_cp2_ep4": Case(TP2 | SP | CP2 | EP4, "deepseek_v3", max_tokens=48),
+    "pp2_ep2_interleaved": Case(VPP2 | DP2 | EP2, "qwen3_moe", max_tokens=24),
     "pp2_tp2_ep2": Case(PP2 | TP2 | SP | EP2, "qwen3_moe", max_tokens=48),
     "pp2_ep2_uneven": Case(PP2 | DP2 | EP2 | {"num_layers_in_last_pipeline_stage": 1}, "qwen3_moe", max_tokens=48),
     "mixtral_pp2_ep2": Case(PP2 | DP2 | EP2, "mixtral"),

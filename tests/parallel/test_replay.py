@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 
 from tests.parallel.launch import run_ranks
-from tests.parallel.policy_setup import DP2, PP2, TP2
+from tests.parallel.policy_setup import CP2, DP2, DP4, EP2, EP4, ETP2, PP2, SP, TP2, VPP2
 from tests.parallel.replay_cases import FAMILIES, LAYERS, Case, Used, run_cases, whole_batch, write_models
 from tests.worst import worst
 
 pytestmark = pytest.mark.parallel
 
-SP2 = TP2 | {"sequence_parallel": True}
-EP2 = {"expert_model_parallel_size": 2}
-VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
+SP2 = TP2 | SP
 TWO = {
     "EP2": Case(DP2 | EP2),
     "EP2, layers recomputed": Case(DP2 | EP2 | {"recompute": "full"}, modes=("R2", "R3")),
     "TP2 SP EP2": Case(SP2 | EP2 | {"recompute": "selective"}),
-    "TP2 SP ETP2": Case(SP2 | {"expert_tensor_parallel_size": 2}),
+    "TP2 SP ETP2": Case(SP2 | ETP2),
     "PP2 VPP2, layers recomputed": Case(VPP2 | {"recompute": "full"}),
     "CP2": Case(CP2),
     "CP2 EP2": Case(CP2 | EP2),
@@ -34,19 +31,19 @@ TWO = {
     "DeepSeek, PP2 VPP2": Case(VPP2, "deepseek_v3"),
 }
 FOUR = {
-    "EP4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}),
+    "EP4": Case(DP4 | EP4),
     "TP2 SP EP2 DP2": Case(SP2 | DP2 | EP2),
-    "TP2 SP EP4 DP2": Case(SP2 | DP2 | {"expert_model_parallel_size": 4}),
+    "TP2 SP EP4 DP2": Case(SP2 | DP2 | EP4),
     "PP2 EP2": Case(PP2 | DP2 | EP2),
     "PP2 VPP2 EP2, layers recomputed": Case(VPP2 | DP2 | EP2 | {"recompute": "full"}),
     "CP2 EP2 DP2": Case(CP2 | DP2 | EP2),
     "CP2 TP2 SP EP2": Case(CP2 | SP2 | EP2),
     "CP2 PP2 EP2": Case(CP2 | PP2 | EP2),
-    "DeepSeek, EP4": Case({"data_parallel_size": 4, "expert_model_parallel_size": 4}, "deepseek_v3"),
+    "DeepSeek, EP4": Case(DP4 | EP4, "deepseek_v3"),
     "DeepSeek, CP2 EP2 DP2": Case(CP2 | DP2 | EP2, "deepseek_v3"),
     "DeepSeek, PP2 EP2, layers recomputed": Case(PP2 | DP2 | EP2 | {"recompute": "full"}, "deepseek_v3"),
     "DeepSeek, PP4: the first stage has no experts": Case({"pipeline_model_parallel_size": 4}, "deepseek_v3"),
-    "PP2 TP2 SP ETP2": Case(PP2 | SP2 | {"expert_tensor_parallel_size": 2}),
+    "PP2 TP2 SP ETP2": Case(PP2 | SP2 | ETP2),
 }
 TOLERANCE = 1e-5
 

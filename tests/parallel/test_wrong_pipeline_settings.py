@@ -22,8 +22,7 @@ from megatron_rl.algorithms.spec import LossSpec
 from megatron_rl.policy.batch import SequenceBatch
 from megatron_rl.policy.microbatch import Plan
 from tests.parallel.launch import run_ranks
-from tests.parallel.layout_cases import VPP2
-from tests.parallel.policy_setup import gradients, layout, make_config
+from tests.parallel.policy_setup import VPP2, gradients, layout, make_config
 from tests.tiny import tiny_model
 from tests.worst import worst
 
