@@ -34,10 +34,7 @@ REPAIR_PAUSE_S = 10.0
 class RolloutFeed:
     """The trainer's side of the controller.
 
-    Args:
-        say: shows a line to the user, on rank 0.
-        interrupted: whether rank 0 was told to end: waits are given up.
-        stop_arrives: whether it was, or will be in a moment: what fails then is no failure. None is returned.
+    `say` shows a line to the user, on rank 0; `interrupted` and `stop_arrives` are those of `Publisher`.
     """
 
     def __init__(
@@ -61,12 +58,7 @@ class RolloutFeed:
         self._on_zero(f"start of step {step}", lambda: self._client.set_weights_version(step))
 
     def announce(self, version: int, serving: Sequence[str], checksum: str | None, repaired: bool) -> None:
-        """These engines hold weights `version`; the others get no requests until the controller has verified them.
-
-        Args:
-            checksum: of the weights, as engines report it.
-            repaired: these were given the weights later than others, of which nothing is said.
-        """
+        """Tell the controller who holds which weights, see `Replicas.publish`."""
 
         def tell() -> None:
             self._client.set_weights_version(version, serving, checksum, start=False, repaired=repaired)

@@ -98,10 +98,7 @@ class GroupMaker:
         )
 
     async def make(self, group_id: int, record_index: int, partial: Group | None, version: int) -> Group:
-        """Generate, judge and shape one group, starting it with weights `version` or going on with `partial`.
-
-        Returns it with unfinished samples, neither judged nor shaped, if it was suspended. Raises EngineError.
-        """
+        """See `progress.Maker`; what is judged is shaped as well. Raises EngineError."""
         record, rollout = self._dataset[record_index], self._cfg.rollout
         group = partial or await self._examiner.start(
             group_id, record, rollout.group_size, version=version, temperature=rollout.temperature
@@ -126,7 +123,7 @@ class GroupMaker:
         return replace(self._settings, routes=self.packs[group_id])
 
     def suspend(self, ids: Collection[int]) -> None:
-        """Have these groups come back soon, with what they have; also one whose `make` has not begun yet."""
+        """See `progress.Maker`; also for a group whose `make` has not begun yet."""
         self._suspended.update(ids)
         self._engines.suspend([group_name(group_id) for group_id in ids])
 

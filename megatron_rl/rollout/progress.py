@@ -37,15 +37,12 @@ class Maker(Protocol):
     @property
     def in_flight(self) -> Mapping[int, Group]:
         """Groups at work by id, as they are at this moment."""
-        ...
 
     async def make(self, group_id: int, record_index: int, partial: Group | None, version: int) -> Group:
         """A new group of weights `version`, or `partial` gone on with: judged, or with unfinished samples if suspended.
 
         Cancelling it ends its requests at the engines.
         """
-        ...
 
     def suspend(self, ids: Collection[int]) -> None:
         """Have these groups stop soon: their `make` returns with what they have."""
-        ...

@@ -100,13 +100,7 @@ class ControllerClient:
         start: bool = True,
         repaired: bool = False,
     ) -> None:
-        """The engines at `serving` (None: all of them) hold weights `version`.
-
-        Args:
-            checksum: of these weights, as engines report it.
-            start: the step of these weights may be sampled now.
-            repaired: the engines at `serving` have been given them later than the others, of which nothing is said.
-        """
+        """Who holds which weights, see `Replicas.publish`; `start`: their step may be sampled now."""
         body = {"version": version, "serving": serving, "checksum": checksum, "start": start, "repaired": repaired}
         self._post("/v1/weights", body)
 
