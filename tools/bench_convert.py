@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_rl.config import read_hf_config  # noqa: E402
 from megatron_rl.files import sync  # noqa: E402
 from megatron_rl.weights.convert.cuts import TargetLayout  # noqa: E402
+from megatron_rl.weights.convert.job import LEAST_MEMORY  # noqa: E402
 from megatron_rl.weights.convert.opened import Opened, open_checkpoint  # noqa: E402
 from megatron_rl.weights.families import family_of  # noqa: E402
 from tools.bench_common import BenchError, load_average, spread  # noqa: E402
@@ -61,7 +62,8 @@ def compare(folder: Path, gib: float, experts: int, runs: int) -> None:
     """Make the model and its conversion once, then let the sides take turns."""
     size = write_random_model(folder / "hf", int(gib * 2**30), experts)
     what = f"Qwen3 with {experts} experts a layer" if experts else "Llama"
-    print(f"random bf16 {what}, {size / 1e9:.2f} GB; {load_average()}", flush=True)
+    limit = f"--max-memory {LEAST_MEMORY // 2**20} MiB"
+    print(f"random bf16 {what}, {size / 1e9:.2f} GB; {load_average()}; {limit}, the least", flush=True)
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     peaks: dict[str, list[float]] = {side: [] for side in SIDES}

@@ -32,6 +32,7 @@ def test_engine_benchmark_prints_a_ratio_for_each_load() -> None:
 
 def test_conversion_benchmark_prints_a_ratio_for_each_verb_and_little_memory(tmp_path: Path) -> None:
     said = run_tool("bench_convert.py", "--gib", "0.4", "--runs", "1", "--folder", str(tmp_path))
+    assert "--max-memory 128 MiB" in said
     rows = re.findall(r"^(\S+) +\d.*?\) +(\d+\.\d\d) +\d.*?\) +(\d+) \(", said, re.M)
     assert [row[0] for row in rows] == ["baseline", "hf-to-megatron", "megatron-to-hf", "cast"]
     assert all(int(peak) < 256 for _, _, peak in rows[1:])

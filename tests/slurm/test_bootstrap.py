@@ -133,4 +133,5 @@ def test_nodelists_hold_the_names_that_slurm_shortened_and_no_others(
     slurm: MiniSlurm, names: list[str], others: list[str]
 ) -> None:
     short = slurm.run("scontrol", "show", "hostlistsorted", ",".join(names)).strip()
-    assert {name for name in (*names, *others) if is_listed(name, short)} == set(names)
+    written_out = set(slurm.run("scontrol", "show", "hostnames", short).split())
+    assert {name for name in (*names, *others) if is_listed(name, short)} == written_out == set(names)
