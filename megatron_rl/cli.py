@@ -34,6 +34,13 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Overrides, for example optimizer.lr=1e-6", metavar="[section.key=value]...")
 ]
 
+ResumeFrom = Annotated[
+    int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
+]
+AcceptChanges = Annotated[
+    bool, typer.Option("--accept-changes", help="Go on although the configuration is not the one that the run had.")
+]
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -58,13 +65,8 @@ def train(
         bool,
         typer.Option("--resume", help="Go on from the newest checkpoint in run_dir; begin when there is none yet."),
     ] = False,
-    resume_from: Annotated[
-        int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
-    ] = None,
-    accept_changes: Annotated[
-        bool,
-        typer.Option("--accept-changes", help="Go on although the configuration is not the one that the run had."),
-    ] = False,
+    resume_from: ResumeFrom = None,
+    accept_changes: AcceptChanges = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the configuration and its inputs, print the plan, start nothing.")
     ] = False,
@@ -104,12 +106,8 @@ def slurm(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of an earlier job in run_dir.")
     ] = False,
-    resume_from: Annotated[
-        int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
-    ] = None,
-    accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on although the configuration is not the one that the run had.")
-    ] = False,
+    resume_from: ResumeFrom = None,
+    accept_changes: AcceptChanges = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print which nodes do what, and the sbatch line; start nothing.")
     ] = False,

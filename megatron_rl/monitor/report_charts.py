@@ -12,6 +12,7 @@ import statistics
 from typing import Any
 
 from .metric_names import describe
+from .progress import PHASES
 from .report_catalogue import CHARTS, Chart, Line
 from .report_data import RunData, Series
 
@@ -21,13 +22,11 @@ MAX_POINTS = 1200
 """Points of one line at most: more than a screen is wide only makes the page slow."""
 MAX_BARS = 120
 """Bars of one chart at most; each is then the mean over several steps."""
-PHASE_ORDER = ("generate", "pull", "log_probs", "train", "weights", "eval", "checkpoint")
+PHASE_ORDER = tuple(PHASES)
 PHASE_TITLE = "Where the time goes"
 PHASE_HEALTHY = (
     "Generation and training dominate and stay level; a phase that grows step by step is the one to look into."
 )
-
-
 SHORT_RUN = 8
 """Runs of fewer steps get a tick at each."""
 
