@@ -117,7 +117,7 @@ def _session(cfg: Config, rank: int, recorder: Recorder | None, resume_from: Pat
 
 def connect_engines(cfg: Config, zero: RankZero) -> EngineControl:
     """Wait for the engines' addresses."""
-    urls = zero.run("engines", lambda: _engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
+    urls = zero.run("engines", lambda: engine_urls(cfg), cfg.engine.ready_timeout_s + 30)
     patience = 0.0 if cfg.engine.urls else cfg.engine.ready_timeout_s  # those have no supervisor of ours
     logs = engine_logs(cfg.run_dir, urls)
     key, deadline = cfg.engine.read_api_key(cfg.run_dir), cfg.engine.update_timeout_s
@@ -130,13 +130,6 @@ def _take_devices(cfg: Config, zero: RankZero, engines: EngineControl) -> tuple[
     zero.run("engines give up their memory", memory.release_all, timeout_s + 30)
     policy = Policy.build(cfg)
     return policy, SharedDevices(policy.memory, memory, zero, timeout_s, cfg.cluster.stop_timeout_s)
-
-
-def _engine_urls(cfg: Config) -> list[str]:
-    if cfg.engine.urls:
-        return list(cfg.engine.urls)
-    enough = cfg.one_engine_is_enough
-    return engine_urls(cfg.run_dir, cfg.engine.replicas, cfg.engine.ready_timeout_s, one_is_enough=enough)
 
 
 def _recorder(cfg: Config, resume_from: Path | None) -> Recorder:

@@ -51,7 +51,6 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -291,7 +290,7 @@ async def serve(cfg: Config, host: str, shutdown: asyncio.Event) -> None:
     """Load, bind, publish, run the loops until `shutdown` is set, and clean up whatever ends them."""
     prompts = Prompts(cfg)
     try:
-        urls = cfg.engine.urls or await _urls_of_own_engines(cfg, shutdown)
+        urls = await _urls_of_engines(cfg, shutdown)
     except _ShutDown:
         return
     async with (
@@ -308,7 +307,7 @@ class _ShutDown(Exception):
     """The controller is to end before its engines have come up."""
 
 
-async def _urls_of_own_engines(cfg: Config, shutdown: asyncio.Event) -> list[str]:
+async def _urls_of_engines(cfg: Config, shutdown: asyncio.Event) -> list[str]:
     """Raises _ShutDown when `shutdown` is set first: a thread cannot be cancelled, so its pauses look."""
 
     def pause(seconds: float) -> None:
@@ -316,9 +315,7 @@ async def _urls_of_own_engines(cfg: Config, shutdown: asyncio.Event) -> list[str
             raise _ShutDown
         time.sleep(seconds)
 
-    engine, enough = cfg.engine, cfg.one_engine_is_enough
-    wait = partial(engine_urls, cfg.run_dir, engine.replicas, engine.ready_timeout_s, pause, one_is_enough=enough)
-    return await asyncio.to_thread(wait)
+    return await asyncio.to_thread(engine_urls, cfg, pause)
 
 
 async def _serve_http(cfg: Config, controller: Controller, host: str, shutdown: asyncio.Event) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_rl.config import Config
 from megatron_rl.files import write_atomic
 
 log = logging.getLogger(__name__)
@@ -45,29 +46,24 @@ def read(run_dir: str | Path) -> Endpoint | None:
         return None
 
 
-def engine_urls(
-    run_dir: str | Path,
-    replicas: int,
-    timeout_s: float,
-    sleep: Callable[[float], None] = time.sleep,
-    *,
-    one_is_enough: bool = False,
-) -> list[str]:
-    """Addresses of the engines that the run started: RUN/endpoints/engine-<i>.json, which they publish when they serve.
+def engine_urls(cfg: Config, sleep: Callable[[float], None] = time.sleep) -> list[str]:
+    """`engine.urls`, or where the run's own engines are: RUN/endpoints/engine-<i>.json, published when they serve.
 
-    Args:
-        one_is_enough: when one serves, those that do not after `timeout_s`, or have failed, are not waited for: their
-            place is taken by the address where their supervisor will have them serve.
+    With `one_engine_is_enough`, when one serves, those that do not after `engine.ready_timeout_s`, or have failed, are
+    not waited for: their place is taken by the address where their supervisor will have them serve.
 
     Raises:
-        TimeoutError: none, or not all, have published after `timeout_s`; the message names the missing files.
+        TimeoutError: none, or not all, have published in time; the message names the missing files.
     """
+    if cfg.engine.urls:
+        return list(cfg.engine.urls)
+    run_dir, replicas, timeout_s = cfg.run_dir, cfg.engine.replicas, cfg.engine.ready_timeout_s
     deadline = time.monotonic() + timeout_s
     files = [_file(run_dir, "engine", i) for i in range(replicas)]
     while missing := [i for i, file in enumerate(files) if not file.exists()]:
         late = time.monotonic() >= deadline
         failed = all(_file(run_dir, "failed", i).exists() for i in missing)
-        if one_is_enough and len(missing) < replicas and (late or failed):
+        if cfg.one_engine_is_enough and len(missing) < replicas and (late or failed):
             addresses = {i: _file(run_dir, "address", i) for i in missing}
             if all(address.exists() for address in addresses.values()):
                 log.error("engines %s do not serve; going on with the others; look at RUN/logs/engine-*.log", missing)

@@ -61,6 +61,11 @@ def running(engine: FakeEngine) -> Iterator[str]:
         loop.close()
 
 
+def urls_of(run_dir: Path, replicas: int, timeout_s: float, one_is_enough: bool = False) -> list[str]:
+    engine = SimpleNamespace(urls=[], replicas=replicas, ready_timeout_s=timeout_s)
+    return engine_urls(SimpleNamespace(run_dir=run_dir, engine=engine, one_engine_is_enough=one_is_enough))
+
+
 SORTING = {"components": [{"name": "sorting"}], "workers": 0}
 SMALL = {"dynamic_sampling": "off", "groups_per_step": 2, "group_size": 2}
 
@@ -89,9 +94,9 @@ def test_the_endpoint_file_is_readable_by_its_owner_only(tmp_path):
 def test_engines_that_do_not_appear_are_named(tmp_path):
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "engine-0.json").write_text('{"url": "http://a"}')
-    assert engine_urls(tmp_path, 1, 0.0) == ["http://a"]
+    assert urls_of(tmp_path, 1, 0.0) == ["http://a"]
     with pytest.raises(TimeoutError, match=r"engine-1\.json"):
-        engine_urls(tmp_path, 2, 0.1)
+        urls_of(tmp_path, 2, 0.1)
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -101,11 +106,11 @@ def test_where_one_engine_is_enough_a_late_or_failed_one_is_named_by_its_address
         (tmp_path / "endpoints" / f"{name}.json").write_text(f'{{"url": "http://{name}"}}')
     if failed:
         (tmp_path / "endpoints" / "failed-0.json").touch()
-    urls = engine_urls(tmp_path, 2, 600.0 if failed else 0.1, one_is_enough=True)
+    urls = urls_of(tmp_path, 2, 600.0 if failed else 0.1, one_is_enough=True)
     assert urls == ["http://address-0", "http://engine-1"]
     (tmp_path / "endpoints" / "engine-1.json").unlink()
     with pytest.raises(TimeoutError, match=r"engine-0\.json, .*engine-1\.json"):
-        engine_urls(tmp_path, 2, 0.1, one_is_enough=True)
+        urls_of(tmp_path, 2, 0.1, one_is_enough=True)
 
 
 def test_only_engines_that_the_run_has_started_have_their_logs_here(tmp_path):
