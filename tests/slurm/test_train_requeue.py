@@ -43,7 +43,7 @@ def test_preemption_a_signal_to_the_script_and_a_requeue_in_mid_save_lose_nothin
     nap.write_text("#!/bin/bash\nsleep 1\n")
     submit(slurm, nap, options=["--nodes=4", "--exclusive"], directory=tmp_path)
     wait_until(lambda: run.job.restarts == 1, PATIENCE_S, "the preemption", run.job.describe)
-    assert run.attempts[-1]["verdict"] == "stopped by a signal"
+    assert run.attempts[0]["verdict"] == "stopped by a signal"
     assert "back into the queue (number 1)" in run.job.output()
     saved = newest(run)
     run.job.wait_for_restart(1, timeout_s=PATIENCE_S)
