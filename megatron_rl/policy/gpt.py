@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 class PolicyModel(GPTModel):
-    """Its last stage returns [1, T, H] (with sequence parallelism [1, T / TP, H])."""
+    """Its last stage returns [1, T, H] (with sequence parallelism [1, T / TP, H]).
+
+    Blocks for multi-token prediction are not run.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
