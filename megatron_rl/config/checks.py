@@ -103,7 +103,7 @@ def _safetensors(file: Path, allowed: Sequence[str]) -> Iterator[str]:
 
 def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:
     r = cfg.rollout
-    total = r.max_prompt_tokens + r.max_response_tokens
+    total = r.longest_sequence
     if total > hf.max_position_embeddings:
         yield (
             f"rollout.max_prompt_tokens={r.max_prompt_tokens} + rollout.max_response_tokens={r.max_response_tokens} = "
@@ -120,7 +120,7 @@ def _batch(cfg: Config) -> Iterator[str]:
     groups, updates, dp = cfg.rollout.groups_per_step, cfg.algorithm.updates_per_batch, cfg.parallel.data_parallel_size
     if groups % updates:
         yield f"algorithm.updates_per_batch={updates} does not divide rollout.groups_per_step={groups}"
-    samples = groups * cfg.rollout.group_size // updates
+    samples = cfg.rollout.samples_per_step // updates
     if samples % dp:
         yield (
             f"parallel.data_parallel_size={dp} does not divide the {samples} samples of one update "

@@ -9,7 +9,7 @@ import json
 
 from .algorithm import PRESETS
 from .hf_config import HfConfig
-from .plan_memory import Row, byte_rows, expert_copies, longest_sequence, memory_rows, most_microbatches
+from .plan_memory import Row, byte_rows, expert_copies, memory_rows, most_microbatches
 from .schema import Config
 from .shards import num_parameters, stage_layers
 
@@ -103,8 +103,7 @@ def _plain(value: object) -> str:
 def _batch(cfg: Config) -> list[Row]:
     r, a = cfg.rollout, cfg.algorithm
     cap = a.max_tokens_per_microbatch
-    samples = r.groups_per_step * r.group_size
-    longest = longest_sequence(cfg)
+    samples, longest = r.samples_per_step, r.longest_sequence
     return [
         ("samples per step", str(samples), f"{r.groups_per_step} groups x {r.group_size}"),
         ("tokens per step, at most", f"{samples * longest:,}", f"{longest} per sample"),

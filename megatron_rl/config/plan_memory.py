@@ -47,19 +47,14 @@ def width_of(cfg: Config) -> int:
     return 2 if cfg.model.dtype == "bfloat16" else 4
 
 
-def longest_sequence(cfg: Config) -> int:
-    """Tokens of prompt and response together, at most."""
-    return cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
-
-
 def most_microbatches(cfg: Config) -> int:
     """With every sample at its longest and all of them on their rank's share; see `policy/microbatch.py`.
 
     As many whole samples as fit go into one, so a cap that is no multiple of their length is not used up.
     """
-    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size // cfg.algorithm.updates_per_batch
+    samples = cfg.rollout.samples_per_step // cfg.algorithm.updates_per_batch
     per_rank = samples // cfg.parallel.data_parallel_size
-    fitting = max(1, cfg.algorithm.max_tokens_per_microbatch // longest_sequence(cfg))
+    fitting = max(1, cfg.algorithm.max_tokens_per_microbatch // cfg.rollout.longest_sequence)
     multiple = cfg.parallel.microbatch_multiple
     return math.ceil(math.ceil(per_rank / fitting) / multiple) * multiple
 
@@ -152,7 +147,7 @@ def _engine_rows(cfg: Config, hf: HfConfig, m: StageMemory) -> list[Row]:
     else:
         cached = 2 * hf.head_dim * max(1, hf.num_query_groups / e.tp)
     token = hf.num_layers * cached * width
-    wanted = token * e.max_running_requests * longest_sequence(cfg)
+    wanted = token * e.max_running_requests * cfg.rollout.longest_sequence
     rows = [
         ("engine: weights", _size(weights), f"on each of {e.tp} device(s)"),
         ("engine: KV cache", _size(wanted), f"if {e.max_running_requests} sequences were at their longest at once"),
@@ -164,7 +159,7 @@ def _engine_rows(cfg: Config, hf: HfConfig, m: StageMemory) -> list[Row]:
     if left <= 0:
         room = f"weights alone are more than memory_fraction={e.memory_fraction:g}: DOES NOT FIT"
     else:
-        room = f"{left / token:,.0f} tokens, {left / token / longest_sequence(cfg):.0f} of the longest sequences"
+        room = f"{left / token:,.0f} tokens, {left / token / cfg.rollout.longest_sequence:.0f} of the longest sequences"
     rows.append(("engine: room for KV cache", _size(max(left, 0)), room))
     if cfg.cluster.placement == "colocated":
         beside = m.parameters + e.memory_fraction * size * GIB
@@ -174,8 +169,7 @@ def _engine_rows(cfg: Config, hf: HfConfig, m: StageMemory) -> list[Row]:
 
 def _tokens(cfg: Config) -> int:
     """Of a micro-batch on one rank; context-parallel ranks share them."""
-    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size
-    tokens = min(cfg.algorithm.max_tokens_per_microbatch, samples * longest_sequence(cfg))
+    tokens = min(cfg.algorithm.max_tokens_per_microbatch, cfg.rollout.samples_per_step * cfg.rollout.longest_sequence)
     return math.ceil(tokens / cfg.parallel.context_parallel_size)
 
 
@@ -237,16 +231,14 @@ def _layer_features(cfg: Config, hf: HfConfig, is_moe: bool) -> float:
 
 def byte_rows(cfg: Config, hf: HfConfig) -> list[Row]:
     """What moves in one step, and what a checkpoint takes."""
-    r, width = cfg.rollout, width_of(cfg)
-    tokens = r.groups_per_step * r.group_size * longest_sequence(cfg)
-    parameters = num_parameters(hf)
+    tokens = cfg.rollout.samples_per_step * cfg.rollout.longest_sequence
     rows = [
         ("weights to each engine", _size(engine_weights(cfg, hf)), _TRANSPORTS[cfg.engine.weight_transport]),
         ("rollouts to the trainer", _size(tokens * (8 + 4 + 1)), "token, log-prob and mask; at most"),
     ]
     if hf.moe is not None and cfg.engine.routed_experts:
         rows += _route_rows(cfg, hf, tokens)
-    return [*rows, ("one checkpoint", _size(parameters * (width + 12)), "model and optimizer")]
+    return [*rows, ("one checkpoint", _size(num_parameters(hf) * (width_of(cfg) + 12)), "model and optimizer")]
 
 
 def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
@@ -259,7 +251,7 @@ def _route_rows(cfg: Config, hf: HfConfig, tokens: int) -> list[Row]:
     sent = tokens * hf.num_layers * hf.moe.top_k * 4 * 4 / 3  # layers without experts, too
     a_token = RouteStore("", layers, hf.moe.top_k, hf.moe.num_experts).bytes_per_token
     alive, saved, checkpoints = _groups_with_routes(cfg)
-    group = cfg.rollout.group_size * longest_sequence(cfg) * a_token
+    group = cfg.rollout.group_size * cfg.rollout.longest_sequence * a_token
     most = max(sum(layer in with_experts for chunk in stage for layer in chunk) for stage in stages)
     p = cfg.parallel
     sharing = p.data_parallel_size * p.context_parallel_size

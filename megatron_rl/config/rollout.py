@@ -101,6 +101,16 @@ class RolloutConfig(Section):
         return values
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and response together, at most."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one training batch."""
+        return self.groups_per_step * self.group_size
+
+    @property
     def off_policy(self) -> bool:
         """Whether a batch may hold tokens of older weights than those that are trained."""
         return self.mode != "sync" or self.partial_rollouts

@@ -108,7 +108,7 @@ def options_from_config(
         api_key=cfg.engine.read_api_key(run_dir),
         max_running_requests=cfg.engine.max_running_requests + (SPARE_ROWS if cfg.rollout.mode == "async" else 0),
         deterministic=cfg.deterministic,
-        context_length=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens + SPARE_TOKENS,
+        context_length=cfg.rollout.longest_sequence + SPARE_TOKENS,
         seed=cfg.seed + replica,
         enable_return_routed_experts=cfg.engine.routed_experts,
     )

@@ -49,7 +49,7 @@ def sglang_from_config(
     """The options of replica number `replica` of a run: with the weights that the run has published, if it has any."""
     e, run_dir = cfg.engine, Path(cfg.run_dir).absolute()
     weights = to_start_with(run_dir, replica, staged) or CurrentWeights(0, cfg.model.path)
-    longest = e.context_length or cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
+    longest = e.context_length or cfg.rollout.longest_sequence
     return SglangOptions(
         model=str(Path(weights.path).absolute()),
         python=find_python(e.python),

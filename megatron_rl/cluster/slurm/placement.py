@@ -219,6 +219,6 @@ def _sizes(cfg: Config) -> list[tuple[int, int]]:
     """(replicas, data_parallel_size) that may be run with, the configured ones first, then engines before trainer."""
     full_dp, full = cfg.parallel.data_parallel_size, 0 if cfg.engine.urls else cfg.engine.replicas
     least, least_dp = cfg.cluster.min_replicas or full, cfg.cluster.min_dp or full_dp
-    samples = cfg.rollout.groups_per_step * cfg.rollout.group_size // cfg.algorithm.updates_per_batch
+    samples = cfg.rollout.samples_per_step // cfg.algorithm.updates_per_batch
     dps = [full_dp, *(dp for dp in range(full_dp - 1, least_dp - 1, -1) if samples % dp == 0)]
     return [(replicas, dp) for dp in dps for replicas in range(full, min(least, full) - 1, -1)]
