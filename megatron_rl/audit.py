@@ -49,5 +49,5 @@ def saved_books(folder: Path) -> dict[str, Any]:
     """What the controller knew of its prompts when the checkpoint in `folder` was written."""
     _, metadata = decode(checkpoint.read_extra(folder)["controller"])
     books = metadata["state"]["pool"]
-    unfinished = books.get("partial", ())  # those are among the waiting
+    unfinished = books["partial"]  # those are among the waiting
     return books | {"finished": [g["id"] for g in metadata["groups"] if g["id"] not in unfinished]}

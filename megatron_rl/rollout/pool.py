@@ -164,7 +164,7 @@ class GroupPool:
     def load_state_dict(self, books: Mapping[str, Any], groups: Sequence[Group]) -> None:
         """Go on from a saved state. Raises DataError when it belongs to other prompts or another order."""
         self.cursor.load_state_dict(books["cursor"])
-        partial = set(books.get("partial", ()))
+        partial = set(books["partial"])
         self._waiting = sorted(set(books["waiting"]) - partial)
         self.partials = {group.id: group for group in groups if group.id in partial}
         self._by_age = sorted((group.version_first, group.id) for group in self.partials.values())

@@ -203,7 +203,7 @@ def _unpack_sample(entry: dict[str, Any], group_id: int, prompt: NDArray[np.int6
         correctness=_number(entry["correctness"]),
         components={name: _number(value) for name, value in entry["components"].items()},
         reward=_number(entry["reward"]),
-        routes=_parts(entry.get("routes", ())),
+        routes=_parts(entry["routes"]),
     )
 
 

@@ -152,7 +152,7 @@ def test_a_step_to_resume_from_that_was_not_saved_is_refused_with_those_that_wer
 
 def save(cfg: Config, prompts: Prompts) -> None:
     """A checkpoint of step 1, as far as prompts are concerned."""
-    books = {"cursor": cursor_of(cfg, prompts).state_dict()}
+    books = {"cursor": cursor_of(cfg, prompts).state_dict(), "partial": []}
     controller = encode({}, {"state": {"pool": books}, "groups": []})
     checkpoint.begin(Path(cfg.run_dir), 1)
     facts = {"metric": None, "layout": {}, "config_hash": "", "digests": {}}
