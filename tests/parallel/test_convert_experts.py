@@ -181,6 +181,14 @@ def test_a_resharded_checkpoint_holds_the_state_of_all_experts(
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_experts_go_there_and_back_bit_by_bit(model: str, paths: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+    convert(actions.megatron_to_hf(open_checkpoint(folder / model), tmp_path / "back", None))
+    back, source = (load_file(path / "model.safetensors") for path in (tmp_path / "back", paths[model]))
+    assert back.keys() == source.keys()
+    assert all(torch.equal(back[name], source[name]) and back[name].dtype is source[name].dtype for name in source)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_verify_names_the_layer_of_experts_that_deviates(model: str, verified: dict[str, Any]) -> None:
     good, bad = verified[model]
     assert good.is_equal
