@@ -70,18 +70,13 @@ def write_config(path: Path, **settings: Any) -> HfConfig:
     return read_hf_config(path)
 
 
-def random_tensors(hf: HfConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """One tensor for every name that the model needs."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = family_of(hf).hf_shapes(hf)
-    return {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
 def write_model(
     path: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> dict[str, torch.Tensor]:
-    """A directory with config, tokenizer and one safetensors file; returns the tensors."""
-    tensors = random_tensors(write_config(path, **settings), seed, dtype)
+    """A directory with config, tokenizer and all tensors of the model in one safetensors file; returns these."""
+    hf, generator = write_config(path, **settings), torch.Generator().manual_seed(seed)
+    shapes = family_of(hf).hf_shapes(hf)
+    tensors = {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return tensors
 
