@@ -122,7 +122,6 @@ def _vocab_parallel(problem: Problem) -> tuple[Tensor, Tensor | None]:
         group=problem.group,
         vocab_size=problem.case.vocab,
         with_entropy=True,
-        entropy_requires_grad=problem.bonus,
     )
 
 

@@ -24,7 +24,6 @@ def vocab_parallel_logprob(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     with_entropy: bool = False,
-    entropy_requires_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(logits / temperature)[target]` and entropy over a vocabulary split over tensor-parallel ranks.
 
@@ -41,7 +40,6 @@ def vocab_parallel_logprob(
         vocab_size: true vocabulary, what the engine normalises over. Columns from it on are padding: they have no
             probability and gradient exactly 0. None: no padding.
         with_entropy: compute the entropy too. Its gradient costs only when the entropy is used in a loss.
-        entropy_requires_grad: False returns an entropy outside the graph, for metrics.
 
     Returns:
         log_probs [T] and entropy [T] (or None), float32 (float64 for float64 logits), in nats.
@@ -60,7 +58,7 @@ def vocab_parallel_logprob(
         live_inverse(temperature, index, target, compute_dtype(logits)),
         shard.valid,
     )
-    log_probs, entropy = _VocabParallelLogprob.apply(logits, rows, shard, with_entropy, entropy_requires_grad)
+    log_probs, entropy = _VocabParallelLogprob.apply(logits, rows, shard, with_entropy)
     return log_probs, entropy
 
 
@@ -74,7 +72,6 @@ class _VocabParallelLogprob(torch.autograd.Function):
         rows: Rows,
         shard: Shard,
         with_entropy: bool,
-        entropy_requires_grad: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # an unused output then costs nothing in backward
         stats, kept = vocab_statistics(rows, with_entropy, keep=ctx.needs_input_grad[0])
@@ -90,13 +87,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
             merged.entropy,
         )
         ctx.valid = rows.valid
-        log_probs = _scatter(merged.log_prob, rows)
-        if not with_entropy:
-            return log_probs, None
-        entropy = _scatter(merged.entropy, rows)
-        if not entropy_requires_grad:
-            ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        return _scatter(merged.log_prob, rows), _scatter(merged.entropy, rows) if with_entropy else None
 
     @staticmethod
     @once_differentiable
@@ -104,7 +95,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         logits, target, index, inverse_temperature, maximum, kept, log_norm, entropy = ctx.saved_tensors
         rows = Rows(logits, target, index, inverse_temperature, ctx.valid)
         if grad is None and entropy_grad is None:
-            return (None,) * 5
+            return (None,) * 4
         d = logits_gradient(
             rows,
             maximum=maximum,
@@ -114,7 +105,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
             entropy=entropy,
             entropy_grad=None if entropy_grad is None else _select(entropy_grad, index),
         )
-        return (d,) + (None,) * 4
+        return (d,) + (None,) * 3
 
 
 def _select(values: Tensor, index: Tensor | None) -> Tensor:

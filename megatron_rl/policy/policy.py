@@ -180,9 +180,7 @@ class Policy:
 
     # ------------------------------------------------------------------------------------------------------- updates
 
-    def train_step(
-        self, batch: SequenceBatch, plan: Plan, spec: LossSpec, with_entropy: bool = True
-    ) -> dict[str, float]:
+    def train_step(self, batch: SequenceBatch, plan: Plan, spec: LossSpec) -> dict[str, float]:
         """One optimizer update on `batch`.
 
         Args:
@@ -190,7 +188,6 @@ class Policy:
                 and `reference_log_probs` when the spec has a KL term. `weights` are normalised over the whole update.
             plan: as for `log_probs`.
             spec: the loss.
-            with_entropy: report `policy/entropy`.
 
         Returns:
             Metrics, equal on all ranks: those of tokens divided by the trainable tokens of the whole batch;
@@ -200,7 +197,7 @@ class Policy:
         Raises:
             PolicyError: too many updates in a row were skipped; names the samples.
         """
-        totals, routing = self._accumulate_and_apply(batch, plan, spec, with_entropy, replays=True)
+        totals, routing = self._accumulate_and_apply(batch, plan, spec)
         return finalise_metrics(totals.sums, totals.counts) | {
             "policy/tokens": float(totals.counts.tokens),
             "policy/sequences": float(totals.counts.sequences),
@@ -214,7 +211,7 @@ class Policy:
     def sft_step(self, batch: SequenceBatch, plan: Plan, learning_rate: float) -> dict[str, float]:
         """One supervised update: `-Σ weight * log_prob` of the trainable tokens, otherwise as `train_step`."""
         self.set_learning_rate(learning_rate)
-        totals, _ = self._accumulate_and_apply(batch, plan, SFT, with_entropy=False, replays=False)
+        totals, _ = self._accumulate_and_apply(batch, plan, SFT)
         return {
             "sft/loss": float(totals.sums["loss"]),
             "sft/grad_norm": totals.grad_norm,
@@ -232,14 +229,15 @@ class Policy:
         self.optimizer.reset_state()
 
     def _accumulate_and_apply(
-        self, batch: SequenceBatch, plan: Plan, spec: LossSpec, with_entropy: bool, replays: bool
+        self, batch: SequenceBatch, plan: Plan, spec: LossSpec
     ) -> tuple[Totals, dict[str, float]]:
         """Gradients, agreement of all ranks that everything is finite, then the update; and metrics of the routing."""
         microbatches = self._pack(batch, plan)
         self._set_training(True)
         self.optimizer.zero_grad()
-        head = LossHead(spec, self._projection, with_entropy, sum_over_context())
-        with self._routers.updating(batch, replays) as routing:
+        is_rl = spec is not SFT
+        head = LossHead(spec, self._projection, with_entropy=is_rl, sum_over_context=sum_over_context())
+        with self._routers.updating(batch, replays=is_rl) as routing:
             reports = run_schedule(self._wrapped, microbatches, head, forward_only=False, routing=routing)
         totals = reduce_reports(batch, reports, self.optimizer.gradient_norm())
         if totals.finite:

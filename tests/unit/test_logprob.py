@@ -180,15 +180,6 @@ def test_blocks_do_not_change_a_single_bit(monkeypatch):
         assert torch.equal(a, b)
 
 
-def test_an_entropy_for_metrics_is_outside_the_graph():
-    logits, target, _, _ = random_rows(0)
-    logp, entropy = vocab_parallel_logprob(
-        logits.requires_grad_(), target, with_entropy=True, entropy_requires_grad=False
-    )
-    assert logp.requires_grad
-    assert not entropy.requires_grad
-
-
 def test_an_unused_entropy_changes_no_gradient():
     logits, target, g, _ = random_rows(0)
     without = gradient(lambda x: vocab_parallel_logprob(x, target), logits, g)
