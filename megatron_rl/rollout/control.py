@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .fanout import FanOut
+from .fanout import FanOut, Interrupted
 from .protocol import EngineError, TransportError
 from .weight_update import Checksums, WeightUpdate, read_checksums
 
@@ -85,11 +85,17 @@ class EngineControl:
         return update
 
     def wait_for_one(self, give_up: float, interrupted: Callable[[], bool]) -> list[str]:
-        """Replicas that answer /ready, waiting for the first one until `give_up` (`time.monotonic`); none = []."""
+        """Replicas that answer /ready, waiting for the first one until `give_up` (`time.monotonic`); none = [].
+
+        Raises:
+            Interrupted: `interrupted()` came first, though engines that are gone may refuse faster than it is asked.
+        """
         log.warning("no engine can be reached; waiting up to %.0f s for one", max(0.0, give_up - time.monotonic()))
         while (left := give_up - time.monotonic()) > 0:
             if ready := list(self.calls.get("/ready", self.urls, left).result(interrupted).answers):
                 return ready
+            if interrupted():
+                raise Interrupted("interrupted: the run is to end")
             time.sleep(POLL_S)
         return []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,18 +200,27 @@ def test_an_engine_that_comes_back_is_waited_for() -> None:
     assert asyncio.run(run()) == [engine.url]
 
 
+def refusing() -> FakeEngine:
+    """Its answer comes before anybody asks whether the run is to end, as that of an engine that is gone."""
+    return FakeEngine(control={"/ready": (503, {})})
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "call",
+    ("engine", "call"),
     [
-        lambda control, ending: control.begin_update(3, None, ending).pause("retract"),
-        lambda control, ending: control.wait_for_one(time.monotonic() + 600, ending),
+        (lambda: silent(FakeEngine()), lambda control, ending: control.begin_update(3, None, ending).pause("retract")),
+        (lambda: silent(FakeEngine()), lambda control, ending: control.wait_for_one(time.monotonic() + 600, ending)),
+        (refusing, lambda control, ending: control.wait_for_one(time.monotonic() + 600, ending)),
     ],
-    ids=["update", "wait"],
+    ids=["update", "wait", "wait for one that refuses"],
 )
-def test_engines_are_waited_for_no_longer_when_the_run_is_to_end(call: Callable[..., object]) -> None:
-    asked = iter([False, True])
+def test_engines_are_waited_for_no_longer_when_the_run_is_to_end(
+    engine: Callable[[], FakeEngine], call: Callable[..., object]
+) -> None:
+    asked = itertools.chain([False], itertools.repeat(True))
     with pytest.raises(EngineError, match="interrupted: the run is to end"):
-        with_engines([silent(FakeEngine())], lambda c: call(c, lambda: next(asked)), timeout_s=600.0)
+        with_engines([engine()], lambda c: call(c, lambda: next(asked)), timeout_s=600.0)
 
 
 def test_calls_to_all_name_every_engine_that_failed() -> None:
