@@ -65,17 +65,12 @@ class Address:
     port: int
     key: str
 
-    @classmethod
-    def of_this_machine(cls, port: int, node: str | None) -> Address:
-        """`node` is Slurm's name for this machine, which all nodes can resolve."""
-        names = dict.fromkeys(name for name in (node, socket.gethostname(), socket.getfqdn()) if name)
-        return cls(list(names), port, uuid.uuid4().hex)
-
 
 def serve_at(serve: Serve[S], node: str | None) -> tuple[S, Address]:
-    """Rank 0's half: a store that knows the key of its address."""
+    """Rank 0's half: a store that knows the key of its address. `node`: Slurm's name of this machine."""
     store, port = serve()
-    address = Address.of_this_machine(port, node)
+    names = dict.fromkeys(name for name in (node, socket.gethostname(), socket.getfqdn()) if name)
+    address = Address(list(names), port, uuid.uuid4().hex)
     store.set("address", address.key)
     return store, address
 

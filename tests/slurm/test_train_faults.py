@@ -8,6 +8,7 @@ import secrets
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from .minislurm import MiniSlurm, wait_until
@@ -78,15 +79,9 @@ def test_lost_nodes_are_replaced_by_a_spare_and_then_done_without(
         slurm.wait_for_node("node3", "IDLE")
 
 
-def sleepers(seconds: int) -> list[str]:
+def sleepers(seconds: int) -> list[psutil.Process]:
     """Processes on this machine that sleep for so long."""
-    command = f"sleep\0{seconds}\0".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and (entry / "cmdline").read_bytes() == command:
-                found.append(entry.name)
-    return found
+    return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", str(seconds)]]
 
 
 def lose(slurm: MiniSlurm, node: str) -> None:

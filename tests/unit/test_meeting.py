@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.cluster.meeting import Address, InRunDir, MeetingError, ThroughMpi
+from megatron_rl.cluster.meeting import InRunDir, MeetingError, ThroughMpi, serve_at
 
 
 class Stores:
@@ -95,8 +95,9 @@ def test_a_host_name_that_others_cannot_resolve_is_no_hindrance(stores: Stores, 
     assert meet(stores, file, 1) is store
 
 
-def test_slurms_name_of_the_node_comes_before_the_machines_own() -> None:
-    assert Address.of_this_machine(1, "node7").hosts[:2] == ["node7", socket.gethostname()]
+def test_slurms_name_of_the_node_comes_before_the_machines_own(stores: Stores) -> None:
+    _, address = serve_at(stores.serve, "node7")
+    assert address.hosts[:2] == ["node7", socket.gethostname()]
 
 
 class SilentRank0:
