@@ -96,7 +96,7 @@ def test_abort_takes_a_live_id_and_ends_those_that_begin_with_it_too(server: Ser
     assert not group.done()
     server.ok("/abort_request", {"rid": "group-1"})
     assert [a["meta_info"]["finish_reason"]["type"] for a in group.result(60)] == ["abort"] * 2
-    assert server.load()["num_running_reqs"] == 1
+    server.wait_for_load("the other to run alone", lambda load: load["num_running_reqs"] == 1)
     server.ok("/abort_request", {"rid": "group-2."})
     assert other.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
 
