@@ -136,7 +136,7 @@ class Publisher:
             WeightsError: they could not be written.
         """
         self._version, self._reference, self.checksum = version, {}, None
-        expected = self._log_probs_of_probe()
+        self._expected = self._log_probs_of_probe()
         transport = self._disk if self._must_be_on_disk(version) else self._transport
         transport.prepare(version)
         if transport is self._disk:
@@ -146,13 +146,10 @@ class Publisher:
         if urls is None:
             return []
         failed = transport.send(version, urls) if urls else {}
-        held = self._on_zero(
-            what,
-            lambda: self._verify(transport, failed, expected, before_continue),
-            self._engines.timeout_s,  # of `before_continue`
-        )
+        more_s = self._engines.timeout_s  # of `before_continue`
+        held = self._on_zero(what, lambda: self._verify(transport, failed, before_continue), more_s)
         if held == []:
-            held = self._last_resort(transport, expected, before_continue)
+            held = self._last_resort(transport, before_continue)
         self._on_zero("old weights", self._prune)
         return held or []
 
@@ -164,8 +161,8 @@ class Publisher:
         Returns:
             URLs of the engines that hold them now.
         """
-        expected = self._log_probs_of_probe()
-        return self._reload(list(urls), expected, lambda: None) or []
+        self._expected = self._log_probs_of_probe()
+        return self._reload(list(urls), lambda: None) or []
 
     # ----------------------------------------------------------------------------------------------------- the steps
 
@@ -193,27 +190,21 @@ class Publisher:
 
         return self._on_zero(f"weights {self._version} from disk", load) or {}
 
-    def _verify(
-        self,
-        transport: Transport,
-        failed: dict[str, str],
-        expected: LogProbs,
-        before_continue: Callable[[], None],
-    ) -> list[str]:
+    def _verify(self, transport: Transport, failed: dict[str, str], before_continue: Callable[[], None]) -> list[str]:
         self._update.leave_out(failed)
         if transport.in_session:
             self._update.end()
-        self._finish(self._update, expected, before_continue)
+        self._finish(self._update, before_continue)
         if transport is self._disk and self._update.left:
             self._announce(self._update.overall)
         return self._update.left
 
-    def _finish(self, update: WeightUpdate, expected: LogProbs, before_continue: Callable[[], None]) -> None:
+    def _finish(self, update: WeightUpdate, before_continue: Callable[[], None]) -> None:
         """From the checksums on. What is right once is the reference of those that are reloaded later."""
         update.compare(self._reference)
         before_continue()
         update.resume()
-        update.probe(self._probe, expected, self._cfg.engine.probe_tolerance)
+        update.probe(self._probe, self._expected, self._cfg.engine.probe_tolerance)
         update.disown()
         self._judge_late_probes()
         self._late = update
@@ -231,9 +222,7 @@ class Publisher:
             self.probes_skipped += len(self._late.unprobed)
             self._late = None
 
-    def _last_resort(
-        self, transport: Transport, expected: LogProbs, before_continue: Callable[[], None]
-    ) -> list[str] | None:
+    def _last_resort(self, transport: Transport, before_continue: Callable[[], None]) -> list[str] | None:
         """No engine got them: wait until one can be reached, and reload it."""
 
         def ready() -> list[str]:
@@ -247,7 +236,7 @@ class Publisher:
             return urls
 
         urls = self._on_zero("an engine to come back", ready, self._engines.patience_s)
-        held = None if urls is None else self._reload(urls, expected, before_continue)
+        held = None if urls is None else self._reload(urls, before_continue)
 
         def require() -> list[str]:
             if not held:
@@ -256,7 +245,7 @@ class Publisher:
 
         return None if held is None else self._on_zero("an engine with the new weights", require)
 
-    def _reload(self, urls: list[str], expected: LogProbs, before_continue: Callable[[], None]) -> list[str] | None:
+    def _reload(self, urls: list[str], before_continue: Callable[[], None]) -> list[str] | None:
         if self._written != self._version:
             self._disk.prepare(self._version)
             self._written = self._version
@@ -267,7 +256,7 @@ class Publisher:
             update.pause("retract")
             update.close_old_session()
             update.load_from_disk(self._disk.path(self._version), self._paths, flush=True)
-            self._finish(update, expected, before_continue)
+            self._finish(update, before_continue)
             if update.left:
                 self._announce(update.overall)
             return update.left
