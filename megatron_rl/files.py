@@ -1,12 +1,13 @@
-"""Putting a whole file in place, and locking one; every room may use it. Appending is up to each writer."""
+"""Putting a whole file in place, locking one, JSON objects; every room may use it. Appending is up to each writer."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -49,6 +50,21 @@ def regular(path: Path) -> Path:
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "not a regular file; put one in its place", str(path))
     return path
+
+
+def json_object(text: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
+    """The JSON object in `text`. `pairs`: as `json.loads`' object_pairs_hook.
+
+    Raises:
+        ValueError: it is no JSON, another value than an object, or nested without end.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError as error:
+        raise ValueError("nested without end") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return found
 
 
 def disk_failure(error: BaseException) -> str | None:

@@ -6,10 +6,12 @@ Each check is a small function that yields complaints; `check` collects them, so
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from megatron_rl.files import json_object
 
 from .algorithm_rules import REJECTING
 from .base import ConfigError
@@ -62,21 +64,21 @@ def _weights(cfg: Config) -> Iterator[str]:
     """Headers only: a missing or cut-off file is found in milliseconds, not after the queue."""
     folder = Path(cfg.model.path)
     index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    files = [folder / "model.safetensors"]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted({folder / file for file in json_object(index.read_bytes())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             yield f"{index}: not a valid index ({error!r}); copy the file from the model again"
             return
     allowed = (*WEIGHT_DTYPES, "F8_E4M3") if stored_in_blocks(folder) else WEIGHT_DTYPES
-    for name in names:
-        yield from _safetensors(folder / name, allowed)
+    for file in files:
+        yield from _safetensors(file, allowed)
 
 
 def _safetensors(file: Path, allowed: Sequence[str]) -> Iterator[str]:
     again = "copy the file from the model again"
-    if not file.is_file():
+    if not os.path.isfile(file):  # a name too long for the file system is missing as well
         yield f"model.path: {file} is missing; {again}"
         return
     size = file.stat().st_size
@@ -85,9 +87,8 @@ def _safetensors(file: Path, allowed: Sequence[str]) -> Iterator[str]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         header = stream.read(length) if 8 + length <= size else b""
     try:
-        entries = json.loads(header)
-        tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        tensors = {name: entry for name, entry in json_object(header).items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
         quantised = sorted(name for name, entry in tensors.items() if entry["dtype"] not in allowed)
     except (ValueError, KeyError, TypeError, AttributeError):
         yield f"model.path: {file} is not a complete safetensors file ({size} bytes, unreadable header); {again}"

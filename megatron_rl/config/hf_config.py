@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.files import json_object
+
 from .base import ConfigError
 from .hf_experts import MlaShape, MoeShape, mla_of, moe_of
 from .hf_numbers import Unsupported, rope_of, values_of
@@ -128,11 +130,9 @@ def read_hf_config(path: str | Path) -> HfConfig:
             )
         )
     try:
-        raw = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON, or nested without end
+        raw = json_object(file.read_bytes())
+    except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON ({error}); copy the file from the model again") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: a JSON object is expected; copy the file from the model again")
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(

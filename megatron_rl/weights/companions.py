@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_rl.files import write_atomic
+from megatron_rl.files import json_object, write_atomic
 from megatron_rl.weights import WeightsError, fp8
 
 if TYPE_CHECKING:
@@ -23,8 +23,24 @@ _FURTHER = "num_nextn_predict_layers"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+def companions_of(folder: Path) -> list[Path]:
+    """The files of a directory that hold no weights, links among them.
+
+    Raises:
+        WeightsError: a link leads nowhere: what it should lead to may be the tokenizer.
+    """
+    found = [
+        file
+        for file in sorted(folder.iterdir())
+        if not (file.is_dir() or file.name.startswith(".") or _WEIGHT_FILES.fullmatch(file.name))
+    ]
+    if dangling := [file for file in found if not file.exists()]:
+        raise WeightsError(f"{dangling[0]}: a link to {dangling[0].readlink()}, which is not there; copy the file")
+    return [file for file in found if file.is_file()]
+
+
 def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None, names: Iterable[str] = ()) -> None:
-    """Copy every file of the directory `source` that holds no weights; links are followed, folders left out.
+    """Copy the `companions_of` the directory `source`.
 
     Args:
         dtype: of the weights, for config.json; None = what it said. float8_e4m3fn: in blocks (`fp8`), the rest in
@@ -33,12 +49,11 @@ def copy_companions(source: Path, out: Path, dtype: torch.dtype | None = None, n
             is given, config.json says that there are no such layers.
     """
     out.mkdir(exist_ok=True)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not _WEIGHT_FILES.fullmatch(file.name):
-            shutil.copyfile(file, out / file.name)
+    for file in companions_of(source):
+        shutil.copyfile(file, out / file.name)
     if dtype is None:
         return
-    config = json.loads((source / CONFIG).read_text())
+    config = json_object((source / CONFIG).read_bytes())
     # transformers 5 reads "dtype", transformers 4 and SGLang "torch_dtype".
     computed = torch.bfloat16 if dtype is fp8.FP8 else dtype
     config |= dict.fromkeys({"torch_dtype"} | ({"dtype"} & config.keys()), str(computed).removeprefix("torch."))
@@ -61,11 +76,14 @@ def check_tokenizer(folder: Path, hf: HfConfig) -> None:
     if not file.is_file():
         return
     try:
-        described = json.loads(file.read_text())
+        described = json_object(file.read_bytes())
         vocab = described["model"]["vocab"]
         ids = [len(vocab) - 1] if isinstance(vocab, list) else list(vocab.values())
-        largest = max([*ids, *(token["id"] for token in described.get("added_tokens") or ())], default=-1)
-    except (ValueError, KeyError, TypeError) as error:
+        ids += [token["id"] for token in described.get("added_tokens") or ()]
+        if wrong := [number for number in ids if type(number) is not int]:
+            raise ValueError(f"{wrong[0]!r} is no id of a token")
+        largest = max(ids, default=-1)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{file}: not a tokenizer ({error}); copy the file from the model again") from error
     if largest >= hf.vocab_size:
         raise WeightsError(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_rl.files import json_object
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.safetensors_file import TensorOnDisk, read_header
 
@@ -67,9 +68,11 @@ class SafetensorsReader:
         if not index.is_file():
             return {SINGLE: None}
         try:
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            weight_map: dict[str, str] = json_object(index.read_bytes())["weight_map"]
             found: dict[str, set[str]] = {file: set() for file in sorted(set(weight_map.values()))}
             for name, file in weight_map.items():
+                if not isinstance(file, str):
+                    raise ValueError(f"{name} is said to be in {file}")
                 found[file].add(name)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{index}: not a safetensors index ({error}); copy the file again") from error
@@ -77,7 +80,11 @@ class SafetensorsReader:
 
     def _open(self, file: str) -> dict[str, TensorOnDisk]:
         path = self.path / file
-        if not path.is_file():
+        try:
+            is_there = path.is_file()
+        except OSError as error:
+            raise WeightsError(f"{self.path}: {INDEX} names a file {file[:80]!r} ({error.strerror})") from error
+        if not is_there:
             others = sorted(p.name for p in self.path.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".gguf"})
             hint = f"; {', '.join(others)} must be converted to safetensors first" if others else ""
             raise WeightsError(f"{path}: file is missing; copy it again from the model{hint}")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.files import json_object
 from megatron_rl.weights import WeightsError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -141,8 +142,8 @@ def read_header(file: Path) -> dict[str, TensorOnDisk]:
     """Every tensor of a file, by name, after a look at the header alone.
 
     Raises:
-        WeightsError: not a safetensors file, cut short, with a tensor twice, or with a dtype or shape that do not fit
-            the bytes.
+        WeightsError: not a safetensors file, cut short, with a tensor twice, with a dtype or shape that do not fit the
+            bytes, or with bytes that belong to no tensor, or to two.
     """
     size = file.stat().st_size
     with open(file, "rb") as stream:
@@ -155,7 +156,14 @@ def read_header(file: Path) -> dict[str, TensorOnDisk]:
     header.pop("__metadata__", None)
     start = _LENGTH_BYTES + length
     found = {name: _tensor(file, name, facts, start) for name, facts in header.items()}
-    end = max((tensor.offset + tensor.nbytes for tensor in found.values()), default=start)
+    end = start
+    for tensor in sorted(found.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        if tensor.offset != end:
+            raise WeightsError(
+                f"{file}: {tensor.name!r} begins at byte {tensor.offset}, and what is before it ends at {end}; the "
+                "file was written wrongly, get it again"
+            )
+        end += tensor.nbytes
     if end != size:
         state = "cut short" if size < end else "longer than its header says"
         raise WeightsError(f"{file}: {state} ({size} bytes instead of {end}); copy the file again")
@@ -171,19 +179,19 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
         return entries
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
+        return json_object(text, unique)
     except ValueError as error:
         raise WeightsError(f"{file}: unreadable, its header is damaged ({error}); copy the file again") from error
-    if not isinstance(header, dict):
-        raise WeightsError(f"{file}: unreadable, its header is no JSON object; copy the file again")
-    return header
 
 
 def _tensor(file: Path, name: str, facts: Any, start: int) -> TensorOnDisk:
-    try:
-        code, shape, (begin, end) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise WeightsError(f"{file}: the header's entry of {name!r} is damaged; copy the file again") from error
+    match facts:
+        case {"dtype": str(code), "shape": [*sizes], "data_offsets": [begin, end]} if all(
+            type(number) is int and number >= 0 for number in (*sizes, begin, end)
+        ):
+            shape = tuple(sizes)
+        case _:
+            raise WeightsError(f"{file}: the header's entry of {name!r} is damaged; copy the file again")
     if code not in DTYPES:
         raise WeightsError(
             f"{file}: {name!r} has dtype {code}, which cannot be read; convert the file to one of {', '.join(DTYPES)}"

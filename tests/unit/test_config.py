@@ -336,14 +336,17 @@ def test_impossible_numbers_of_a_model_are_named(values: dict[str, Any], change:
         check(validate(values))
 
 
-@pytest.mark.parametrize("content", [b"[1]", b"3", b"\xff\xfe\x00", b"{"])
+DEEP = b'{"a":' + b"[" * 100_000
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"3", b"\xff\xfe\x00", b"{", DEEP])
 def test_a_config_json_that_is_no_object_is_refused(values: dict[str, Any], content: bytes) -> None:
     (Path(values["model"]["path"]) / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json: .*copy the file from the model again"):
         check(validate(values))
 
 
-@pytest.mark.parametrize("content", [b"[1]", b'{"weight_map": ["a"]}', b'{"weight_map": null}', b"\xff"])
+@pytest.mark.parametrize("content", [b"[1]", b'{"weight_map": ["a"]}', b'{"weight_map": {"a": 3}}', b"\xff", DEEP])
 def test_an_index_that_is_none_is_refused(values: dict[str, Any], content: bytes) -> None:
     (Path(values["model"]["path"]) / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(ConfigError, match="not a valid index"):

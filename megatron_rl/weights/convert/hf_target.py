@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.files import write_atomic
 from megatron_rl.weights.buckets import TensorSpec, plan_buckets
-from megatron_rl.weights.companions import copy_companions
+from megatron_rl.weights.companions import companions_of, copy_companions
 from megatron_rl.weights.convert.one_file import PlannedFile
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.reader import INDEX, file_name, index_of
@@ -38,6 +38,7 @@ class HfTarget:
         shard_bytes: int = SHARD_BYTES,
         dtype: torch.dtype | None = None,
     ) -> None:
+        companions_of(beside)  # what is wrong there is said before anything is written
         self._beside = beside
         self._dtype = dtype or largest_part(tensors.values())
         buckets = plan_buckets(([TensorSpec(name, t.shape, t.dtype)] for name, t in tensors.items()), shard_bytes)

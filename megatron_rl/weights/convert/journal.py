@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from megatron_rl.files import write_atomic
+from megatron_rl.files import json_object, write_atomic
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.one_file import Advance
 
@@ -45,7 +45,7 @@ def take_over(staging: Path, plan: str) -> dict[str, Any]:
     files: dict[str, Any] = {}
     for path in staging.glob(_PATTERN):
         try:
-            found = json.loads(path.read_text())
+            found = json_object(path.read_bytes())
         except (OSError, ValueError):
             found = {}
         if found.get("plan") == plan:

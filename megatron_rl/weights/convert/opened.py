@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import HfConfig, read_hf_config
+from megatron_rl.files import json_object
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.companions import CONFIG, check_tokenizer
 from megatron_rl.weights.convert.tensors import Rows, cast_rows
@@ -113,7 +113,7 @@ class Opened:
 
 def computes_in(path: Path) -> torch.dtype:
     """The dtype that the config.json in a directory names; bfloat16 where it names none that weights may have."""
-    raw = json.loads((path / CONFIG).read_text())
+    raw = json_object((path / CONFIG).read_bytes())
     found = getattr(torch, str(raw.get("torch_dtype") or raw.get("dtype")), None)
     return found if found in FLOATS else torch.bfloat16
 

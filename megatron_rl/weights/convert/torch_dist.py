@@ -12,7 +12,6 @@ and refuses every other one.
 from __future__ import annotations
 
 import io
-import json
 import math
 import pickle
 import zipfile
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.files import regular
+from megatron_rl.files import json_object, regular
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.read_sums import ReadSums
 from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, UnknownName, read_array, read_metadata
@@ -336,12 +335,16 @@ def is_weight(name: str) -> bool:
 
 
 def find_torch_dist(path: Path) -> Path | None:
-    """The directory with the tensors: `path` itself, its `policy/`, or the iteration that Megatron-LM's file names."""
+    """The directory with the tensors: `path` itself, its `policy/`, or the iteration that Megatron-LM's file names.
+
+    Raises:
+        WeightsError: that file names none.
+    """
     for folder in _candidates(path):
         try:
-            if json.loads(regular(folder / FORMAT).read_text()).get("sharded_backend") == "torch_dist":
+            if json_object(regular(folder / FORMAT).read_bytes()).get("sharded_backend") == "torch_dist":
                 return folder
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             continue
     return None
 
@@ -351,5 +354,9 @@ def _candidates(path: Path) -> Iterator[Path]:
     yield path / "policy"
     tracker = path / TRACKER
     if tracker.is_file():
-        newest = tracker.read_text().strip()
-        yield path / (newest if newest == RELEASE else f"iter_{int(newest or 0):07d}")
+        newest = tracker.read_bytes().strip()
+        if newest != RELEASE.encode() and not newest.isdigit():
+            raise WeightsError(
+                f"{tracker}: {newest[:40]!r} is neither an iteration nor {RELEASE!r}; give one of the folders there"
+            )
+        yield path / (RELEASE if newest == RELEASE.encode() else f"iter_{newest.decode().zfill(7)}")

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl.files import write_atomic
-from megatron_rl.weights.companions import copy_companions
+from megatron_rl.weights.companions import companions_of, copy_companions
 from megatron_rl.weights.convert.one_file import PlannedFile
 from megatron_rl.weights.convert.tensors import Part, Rows, size_of
 from megatron_rl.weights.convert.torch_dist import COMMON, FORMAT, HF, METADATA, TRACKER
@@ -127,6 +127,8 @@ class TorchDistTarget:
     ) -> None:
         self._tensors, self._common, self._objects, self._folder, self._hf = tensors, common, objects, folder, hf
         self._tracker = tracker
+        if hf is not None:
+            companions_of(hf)  # what is wrong there is said before anything is written
         slabs = [pair for key, whole in tensors.items() for pair in whole.slabs(key)]
         slabs.sort(key=lambda pair: pair[0])  # by owner; stable
         groups: list[list[Slab]] = []
