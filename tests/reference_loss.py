@@ -77,7 +77,7 @@ class Result:
 
     loss: Tensor
     sum_of_terms: float
-    """Σ |weighted terms of a token|, what an error of the loss is relative to."""
+    """Σ |weighted terms of a token|, its KL and entropy apart: what an error of the loss is relative to."""
     metrics: dict[str, float]
 
 
@@ -89,16 +89,16 @@ def evaluate(responses: Sequence[Response], recipe: Recipe) -> Result:
     counts = [int(keep.sum()) for keep in kept] if recipe.renormalise else [len(r.log_probs) for r in cut]
     weights = token_weights(counts, recipe)
     terms = [torch.zeros(0, dtype=torch.float64, requires_grad=True)]  # for a batch without tokens
-    flags = []
+    flags, sum_of_terms = [], 0.0
     for r, words, keep, factor, weight in zip(cut, rejections, kept, factors, weights, strict=True):
         if not len(r.log_probs):
             continue
         loss, clipped = LOSSES[recipe.loss](r, recipe)
-        term = factor * (loss + recipe.kl_coef * kl(r, recipe)) - recipe.entropy_coef * r.entropy
-        terms.append(weight * term[keep])
+        parts = factor * loss, factor * recipe.kl_coef * kl(r, recipe), -recipe.entropy_coef * r.entropy
+        terms.append(weight * sum(parts)[keep])
+        sum_of_terms += float(weight) * sum(float(part.detach()[keep].abs().sum()) for part in parts)
         flags.append([word or flag for word, flag in zip(words, clipped, strict=True)])
-    flat = torch.cat(terms)
-    return Result(flat.sum(), float(flat.detach().abs().sum()), metrics(cut, flags, recipe))
+    return Result(torch.cat(terms).sum(), sum_of_terms, metrics(cut, flags, recipe))
 
 
 def sg(x: Tensor) -> Tensor:
