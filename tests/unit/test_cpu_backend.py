@@ -239,6 +239,7 @@ def test_entry_makes_its_place_work_and_is_needed_for_it(name: str, outcomes: di
 
 
 def test_uninstall_puts_everything_back() -> None:
+    cpu_backend.uninstall()  # of an earlier test
     before = (torch.cuda.current_device, torch.Tensor.cuda, torch.Tensor.type)
     cpu_backend.install(exclude=[name for name in CHECKS if name.startswith(("literals", "rng"))])
     assert torch.zeros(1).cuda().device.type == "cpu"
