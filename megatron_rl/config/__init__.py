@@ -5,7 +5,7 @@ Only the plan asks `routes` how wide a row is.
 
 from .base import ConfigError, Section
 from .checks import check
-from .hf_config import HfConfig, read_hf_config
+from .hf_config import HfConfig, changed_shape, read_hf_config
 from .loading import dump, load_config, validate
 from .plan import make_plan
 from .schema import Config
@@ -15,6 +15,7 @@ __all__ = [
     "ConfigError",
     "HfConfig",
     "Section",
+    "changed_shape",
     "check",
     "dump",
     "load_config",

@@ -6,6 +6,7 @@ Only reading; what Megatron-Core makes of the facts is in `policy/model.py`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -109,6 +110,13 @@ class HfConfig:
     def qkv_rows(self) -> int:
         """Features of queries, keys and values together."""
         return self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
+
+
+def changed_shape(recorded: Mapping[str, Any], shape: Mapping[str, Any]) -> list[str]:
+    """What `shape` has other than the `HfConfig.shape` that was recorded "there", each with both values."""
+    return [
+        f"{name} {value} there, {shape.get(name)} here" for name, value in recorded.items() if value != shape.get(name)
+    ]
 
 
 def read_hf_config(path: str | Path) -> HfConfig:

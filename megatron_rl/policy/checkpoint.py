@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, changed_shape
 from megatron_rl.files import regular, sync
 from megatron_rl.policy.digest import digest_of_file
 from megatron_rl.policy.manifest import FileFacts, Manifest
@@ -173,12 +173,7 @@ def require_model(checkpoint: Path, manifest: Manifest, model: Mapping[str, Any]
     Raises:
         CheckpointError: with both values of everything that differs.
     """
-    changes = [
-        f"{name} {value} there, {model.get(name)} here"
-        for name, value in manifest.model.items()
-        if value != model.get(name)
-    ]
-    if changes:
+    if changes := changed_shape(manifest.model, model):
         raise CheckpointError(
             f"{checkpoint} holds another model than model.path={path}: {', '.join(changes)}. No option makes its "
             "weights fit: resume with the model of that run, or choose another run_dir"

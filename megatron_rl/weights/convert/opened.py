@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config import HfConfig, read_hf_config
+from megatron_rl.config import HfConfig, changed_shape, read_hf_config
 from megatron_rl.files import json_object
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.companions import CONFIG, check_tokenizer
 from megatron_rl.weights.convert.tensors import Rows, cast_rows
-from megatron_rl.weights.convert.torch_dist import HF, TorchDistReader, find_torch_dist
+from megatron_rl.weights.convert.torch_dist import HF, METADATA, TorchDistReader, find_torch_dist
 from megatron_rl.weights.convert.views import as_hf, check_hf
 from megatron_rl.weights.families import family_of
 from megatron_rl.weights.fp8 import SUFFIX, Dequantised, names_in_blocks
@@ -43,8 +43,13 @@ class Opened:
 
     @property
     def identity(self) -> list[Any]:
-        """Name, size and time of every file, by which a change is noticed."""
-        facts = [(file, file.stat()) for file in self.reader.files]
+        """Name, size and time of every file that says what the tensors are, by which a change is noticed."""
+        files = list(self.reader.files)
+        if isinstance(self.reader, TorchDistReader):
+            files.append(self.reader.path / METADATA)
+        if files and self.companions is not None:
+            files.append(self.companions / CONFIG)
+        facts = [(file, file.stat()) for file in files]
         return [[str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in facts]
 
     def beside(self) -> Path:
@@ -155,11 +160,12 @@ def open_checkpoint(path: Path, hf_dir: Path | None = None, weights_may_be_absen
     """Open a Hugging Face directory or a Megatron checkpoint.
 
     Args:
-        hf_dir: where config.json and the tokenizer are, for a Megatron checkpoint that does not say.
+        hf_dir: where config.json and the tokenizer are, where none are beside the weights; a Megatron checkpoint may
+            have some beside it, which are not copied then.
         weights_may_be_absent: be content with a config.json, for a plan.
 
     Raises:
-        WeightsError: neither, or damaged.
+        WeightsError: neither, damaged, or of another model than `hf_dir`.
     """
     if not path.is_dir():
         raise WeightsError(f"{path}: no such directory; give a Hugging Face directory or a Megatron checkpoint")
@@ -167,6 +173,26 @@ def open_checkpoint(path: Path, hf_dir: Path | None = None, weights_may_be_absen
     if folder is None and weights_may_be_absent and (path / CONFIG).is_file() and not any(path.glob("*.safetensors*")):
         return Opened(path, AbsentReader(path), path)
     if folder is None:
-        return Opened(path, SafetensorsReader(path), hf_dir or (path if (path / CONFIG).is_file() else None))
+        return Opened(path, SafetensorsReader(path), path if (path / CONFIG).is_file() else hf_dir)
     beside = [candidate / HF for candidate in (path, folder, folder.parent) if (candidate / HF / CONFIG).is_file()]
-    return Opened(path, TorchDistReader(folder), hf_dir or (beside[0] if beside else None))
+    if hf_dir is None:
+        return Opened(path, TorchDistReader(folder), beside[0] if beside else None)
+    recorded = read_hf_config(beside[0]).shape if beside else _shape_of_run(folder)
+    if changes := changed_shape(recorded, read_hf_config(hf_dir).shape):
+        raise WeightsError(
+            f"{path}: holds another model than {hf_dir}: {', '.join(changes)}; give the Hugging Face directory of the "
+            "model that it was trained from"
+        )
+    return Opened(path, TorchDistReader(folder), hf_dir)
+
+
+def _shape_of_run(folder: Path) -> dict[str, Any]:
+    """What a run recorded of the model beside its checkpoint; nothing in others."""
+    manifest = folder.parent / "manifest.json"
+    try:
+        found = json_object(manifest.read_bytes()).get("model")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{manifest}: cannot be read ({error}); copy the checkpoint again") from error
+    return found if isinstance(found, dict) else {}

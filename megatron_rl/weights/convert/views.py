@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.stored_names import Parameter, stored_at
-from megatron_rl.weights.convert.tensors import Joined, Part, Rows
+from megatron_rl.weights.convert.tensors import Joined, Part, Rows, blocks
 from megatron_rl.weights.families import family_of
 from megatron_rl.weights.mapping import Row
 from megatron_rl.weights.reader import some_names
@@ -26,7 +26,8 @@ def check_hf(tensors: Mapping[str, Rows], hf: HfConfig, where: object) -> None:
     """Whether these are the tensors of the model that `hf` describes: names, shapes, dtypes.
 
     Raises:
-        WeightsError: a tensor is missing, left over, of another shape, or not of floating point.
+        WeightsError: a tensor is missing, left over, of another shape, or not of floating point; or there is an output
+            layer which is not the embedding that it is tied to.
     """
     family, expected = family_of(hf), family_of(hf).hf_shapes(hf)
     if missing := expected.keys() - tensors.keys():
@@ -41,6 +42,21 @@ def check_hf(tensors: Mapping[str, Rows], hf: HfConfig, where: object) -> None:
         )
     for name, shape in expected.items():
         _check(tensors[name], shape, where)
+    if hf.tie_word_embeddings:
+        embedding = tensors[next(iter(expected))]
+        for name in family.tied_names() & tensors.keys():
+            if not _are_equal(tensors[name], embedding):
+                raise WeightsError(
+                    f"{where}: {name} is not {embedding.name}, though config.json says tie_word_embeddings=true; set "
+                    f"it to false if the model has an output layer of its own, or take {name} out of the files"
+                )
+
+
+def _are_equal(first: Rows, second: Rows) -> bool:
+    return (first.shape, first.dtype) == (second.shape, second.dtype) and all(
+        torch.equal(first.rows(begin, end).view(torch.uint8), second.rows(begin, end).view(torch.uint8))
+        for begin, end in blocks(first)
+    )
 
 
 def _check(tensor: Rows, shape: tuple[int, ...], where: object) -> None:
