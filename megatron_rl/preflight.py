@@ -1,4 +1,4 @@
-"""What can be checked of a run's inputs before any of its processes starts: prompts, tokenizer, verifiers, packages.
+"""What can be checked of a run's inputs before any of its processes starts: weights, prompts, verifiers, packages.
 
 Seconds on the login node instead of an error after hours in the queue. The configuration itself is checked in `config`.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_rl.audit import cursor_of, saved_books
 from megatron_rl.config import Config, ConfigError, HfConfig, check, read_hf_config
+from megatron_rl.config.quantised import stored_in_blocks
 from megatron_rl.data import DataError, PromptDataset, TurnFrame, check_targets
 from megatron_rl.engines.sglang_install import SglangError, find_python, require_tested
 from megatron_rl.policy import checkpoint
@@ -35,13 +36,15 @@ def check_inputs(cfg: Config) -> Inputs:
     """Read every prompt, tokenise it and measure it; load verifiers and environment, and try a loss of one's own.
 
     Raises:
-        ConfigError: a value that cannot run, with all others found; a package or the SGLang that it needs is not
-            installed; a function named by algorithm.loss that is no loss; a class that is no environment.
+        ConfigError: a value that cannot run, with all others found; weights that do not fit the model's config.json; a
+            package or the SGLang that it needs is not installed; a function named by algorithm.loss that is no loss; a
+            class that is no environment.
         DataError: a bad line (file:line), a prompt longer than rollout.max_prompt_tokens, a supervised example longer
             than the model's context or a micro-batch, no chat template, or one that cannot hold an environment's text.
         RewardError: an unknown verifier, or one that cannot be called as the configuration says.
     """
     hf = check(cfg)
+    _check_weights(cfg, hf)
     if cfg.logging.wandb and find_spec("wandb") is None:
         raise ConfigError(
             "logging.wandb=true needs the package wandb, which is not installed: run "
@@ -81,6 +84,23 @@ def check_plan(cfg: Config) -> tuple[HfConfig, str]:
     if any(folder.glob("*.safetensors*")) or not (folder / "config.json").is_file():
         return check_inputs(cfg).hf, ""
     return check(cfg, with_files=False), f"{folder} holds no weights: neither model files nor prompts were checked"
+
+
+def _check_weights(cfg: Config, hf: HfConfig) -> None:
+    """As every rank does before it loads them, from headers alone."""
+    from megatron_rl.weights import WeightsError, fp8
+    from megatron_rl.weights.load import open_hf_weights  # torch, which takes seconds
+
+    try:
+        tensors = open_hf_weights(hf, cfg.model.path)
+    except WeightsError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    found = any(isinstance(tensor, fp8.Dequantised) for tensor in tensors.values())
+    if found != stored_in_blocks(cfg.model.path):
+        raise ConfigError(
+            f"model.path: of {cfg.model.path}, only {'the weights are' if found else 'config.json says that it is'} in "
+            "blocks of fp8: engines would read other numbers than the trainer; copy it and its config.json again"
+        )
 
 
 def _try_loss(cfg: Config) -> None:

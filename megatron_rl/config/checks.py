@@ -1,17 +1,15 @@
 """Checks that need several sections, the model's config.json or the data files; run before any process starts.
 
+Weights are looked at in `megatron_rl.preflight`: what they should be is known to `megatron_rl.weights`.
+
 Each check is a small function that yields complaints; `check` collects them, so a user repairs everything at once.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-
-from megatron_rl.files import json_object
 
 from .algorithm_rules import REJECTING
 from .base import ConfigError
@@ -19,11 +17,8 @@ from .engine_checks import engine_problems
 from .hf_config import HfConfig, read_hf_config
 from .layout_checks import layout_problems
 from .moe_checks import routing_problems
-from .quantised import quantisation_problems, stored_in_blocks
+from .quantised import quantisation_problems
 from .schema import Config
-
-WEIGHT_DTYPES = ("F32", "BF16", "F16")
-"""Number formats of weights, as safetensors names them; the same that conversions take."""
 
 
 def check(cfg: Config, with_files: bool = True) -> HfConfig:
@@ -31,7 +26,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
 
     Args:
         cfg: the configuration.
-        with_files: also look at weights and data; without, of files only the model's config.json is read.
+        with_files: also look for the data; without, of files only the model's config.json is read.
 
     Raises:
         ConfigError: listing every problem found, each with key, value, what is allowed and what to do.
@@ -39,7 +34,6 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
     hf = read_hf_config(cfg.model.path)
     checks = (
         layout_problems(cfg, hf),
-        _weights(cfg) if with_files else (),
         _lengths(cfg, hf),
         _batch(cfg),
         _files(cfg) if with_files else (),
@@ -58,48 +52,6 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
     if problems:
         raise ConfigError("the configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
     return hf
-
-
-def _weights(cfg: Config) -> Iterator[str]:
-    """Headers only: a missing or cut-off file is found in milliseconds, not after the queue."""
-    folder = Path(cfg.model.path)
-    index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    if index.is_file():
-        try:
-            files = sorted({folder / file for file in json_object(index.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            yield f"{index}: not a valid index ({error!r}); copy the file from the model again"
-            return
-    allowed = (*WEIGHT_DTYPES, "F8_E4M3") if stored_in_blocks(folder) else WEIGHT_DTYPES
-    for file in files:
-        yield from _safetensors(file, allowed)
-
-
-def _safetensors(file: Path, allowed: Sequence[str]) -> Iterator[str]:
-    again = "copy the file from the model again"
-    if not os.path.isfile(file):  # a name too long for the file system is missing as well
-        yield f"model.path: {file} is missing; {again}"
-        return
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        header = stream.read(length) if 8 + length <= size else b""
-    try:
-        tensors = {name: entry for name, entry in json_object(header).items() if name != "__metadata__"}
-        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-        quantised = sorted(name for name, entry in tensors.items() if entry["dtype"] not in allowed)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        yield f"model.path: {file} is not a complete safetensors file ({size} bytes, unreadable header); {again}"
-        return
-    if size != 8 + length + end:
-        yield f"model.path: {file} is cut off: {size} bytes, its header promises {8 + length + end}; {again}"
-    if quantised:
-        yield (
-            f"model.path: {file} holds {quantised[0]} as {tensors[quantised[0]]['dtype']}; only "
-            f"{', '.join(allowed)} can be trained; use a model that is stored in one of them"
-        )
 
 
 def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:

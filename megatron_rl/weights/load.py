@@ -1,4 +1,7 @@
-"""Fills Megatron model chunks from a Hugging Face directory: each rank reads its own slices, without communication."""
+"""Fills Megatron model chunks from a Hugging Face directory: each rank reads its own slices, without communication.
+
+Whether its weights fit its config.json is found out here as well, from headers alone: before a run, and by every rank.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +30,40 @@ Stored = TensorOnDisk | fp8.Dequantised
 def load_hf_weights(chunks: Sequence[Any], hf: HfConfig, path: str | Path) -> None:
     """Load `path`/*.safetensors into this rank's chunks (with or without data-parallel wrapper).
 
-    Values are converted to the parameters' dtype; matrices in blocks of fp8 (`fp8`) by way of fp32. Every tensor of the
-    checkpoint must belong to the model and every parameter must be found, on whichever rank; both are checked on all
-    ranks before anything is read.
+    Values are converted to the parameters' dtype; matrices in blocks of fp8 (`fp8`) by way of fp32. All ranks check the
+    whole checkpoint before anything is read.
 
     Raises:
-        WeightsError: unreadable files, missing, left-over or unmapped tensors, shapes that differ from config.json's,
-            numbers that are not finite (of those that this rank holds).
+        WeightsError: as `open_hf_weights`; unmapped parameters, numbers that are not finite (of those that this rank
+            holds).
     """
     from megatron.core import parallel_state
 
-    reader = SafetensorsReader(path)
-    sources: dict[str, Stored] = {name: reader[name] for name in reader.names}
-    for name in fp8.names_in_blocks(reader.names):
-        sources[name] = fp8.Dequantised(reader[name], sources.pop(name + fp8.SUFFIX))
-    check_hf(sources, hf, reader.path)
+    sources, path = open_hf_weights(hf, path), Path(path)
     dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     for chunk in chunks:
         for mapped in mapped_parameters(chunk, family_of(hf), hf):
             rank, size = dense if mapped.expert is None else expert
             shard = Shard(rank, size, mapped.parameter.shape[0])
-            _load(mapped, [sources[name] for name in mapped.hf], reader.path, shard, hf)
+            _load(mapped, [sources[name] for name in mapped.hf], path, shard, hf)
+
+
+def open_hf_weights(hf: HfConfig, path: str | Path) -> dict[str, Stored]:
+    """Every tensor of `path`/*.safetensors by name, matrices in blocks of fp8 (`fp8`) as such, after a look at headers.
+
+    Every tensor of the checkpoint must belong to the model and every one of the model must be there.
+
+    Raises:
+        WeightsError: unreadable files, missing or left-over tensors, shapes that differ from config.json's, other
+            numbers than floating point.
+    """
+    reader = SafetensorsReader(path)
+    sources: dict[str, Stored] = {name: reader[name] for name in reader.names}
+    for name in fp8.names_in_blocks(reader.names):
+        sources[name] = fp8.Dequantised(reader[name], sources.pop(name + fp8.SUFFIX))
+    check_hf(sources, hf, reader.path)
+    return sources
 
 
 def _load(mapped: Mapped, sources: Sequence[Stored], path: Path, shard: Shard, hf: HfConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.files import json_object
@@ -12,6 +13,8 @@ from megatron_rl.weights.safetensors_file import TensorOnDisk, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_OPENERS = 16
+"""Files looked at once: on a shared file system a header costs waiting, of which a model may have a thousand."""
 
 
 class SafetensorsReader:
@@ -30,8 +33,9 @@ class SafetensorsReader:
         self.files: list[Path] = []
         self._tensors: dict[str, TensorOnDisk] = {}
         listed = self._files()
-        for file, names in listed.items():
-            stored = self._open(file)
+        with ThreadPoolExecutor(_OPENERS) as threads:
+            opened = list(threads.map(self._open, listed))
+        for (file, names), stored in zip(listed.items(), opened, strict=True):
             if absent := (names or set()) - stored.keys():
                 raise WeightsError(
                     f"{self.path / file}: {INDEX} promises {some_names(absent)}, which the file does not hold; "

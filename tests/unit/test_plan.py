@@ -128,6 +128,7 @@ def test_a_plan_needs_no_weights_but_a_run_does(model: Path) -> None:
     assert "holds no weights: neither model files nor prompts were checked" in shown.output
     assert "8 in 2 layers, 2 a token" in shown.output
     assert "routes on disk" in shown.output
-    started = CliRunner().invoke(app, ["train", *words])
+    there = [f"{key}={model / 'config.json'}" for key in ("data.prompts", "data.eval_prompts", "sft.data")]
+    started = CliRunner().invoke(app, ["train", *words, *there])
     assert isinstance(started.exception, ConfigError)
-    assert "model.safetensors is missing" in str(started.exception)
+    assert "model.safetensors: file is missing" in str(started.exception)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from megatron_rl.audit import cursor_of
@@ -20,10 +22,11 @@ from megatron_rl.data import DataError
 from megatron_rl.data.tiny_model import write_tiny_model
 from megatron_rl.policy import checkpoint
 from megatron_rl.policy.checkpoint import CheckpointError
-from megatron_rl.preflight import check_device, check_inputs, checkpoint_to_resume
+from megatron_rl.preflight import check_device, check_inputs, check_plan, checkpoint_to_resume
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rollout.controller import Prompts
 from megatron_rl.rollout.wire import encode
+from megatron_rl.weights.fp8 import SUFFIX, quantise
 
 from .rollout_rig import config
 
@@ -33,6 +36,109 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_tiny_model(folder, seed=0)
     return folder
+
+
+Spoil = Callable[[dict[str, Any], dict[str, Any]], Any]
+"""Changes config.json, or the tensors by name."""
+INDEX = "model.safetensors.index.json"
+LAYER = "model.layers.0."
+
+
+def spoilt(model: Path, folder: Path, spoil: Spoil) -> Path:
+    shutil.copytree(model, folder)
+    facts, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    spoil(facts, tensors)
+    (folder / "config.json").write_text(json.dumps(facts))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda f, t: t.pop("model.norm.weight"), r"model\.norm\.weight missing"),
+        (lambda f, t: t.update(extra=torch.zeros(1)), "extra have no place in a 'qwen3' model"),
+        (lambda f, t: f.update(num_hidden_layers=4), r"model\.layers\.2\..* missing"),
+        (lambda f, t: f.update(num_hidden_layers=1), r"model\.layers\.1\..* have no place"),
+        (lambda f, t: f.update(hidden_size=4096), r"has shape \[\d+, 128\] where config\.json says \[\d+, 4096\]"),
+        (
+            lambda f, t: t.update({LAYER + "self_attn.q_proj.weight": torch.zeros(64, 128)}),
+            r"q_proj\.weight has shape \[64, 128\] where config\.json says \[128, 128\]",
+        ),
+        (lambda f, t: t.update({"model.norm.weight": torch.zeros(128, dtype=torch.float64)}), "has dtype float64"),
+        (
+            lambda f, t: t.update({"model.norm.weight": torch.zeros(128).to(torch.float8_e4m3fn)}),
+            r"model\.norm\.weight has dtype float8_e4m3fn",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path, model: Path, spoil: Spoil, told: str) -> None:
+    folder = spoilt(model, tmp_path / "spoilt", spoil)
+    refused(tmp_path, folder, told)
+
+
+def refused(tmp_path: Path, folder: Path, told: str) -> None:
+    cfg = config(tmp_path / "run", folder, [], reward=reward("tests.unit.rollout_hooks:even_count"))
+    for look in (check_inputs, check_plan):
+        with pytest.raises(ConfigError, match=r"model\.path: .*" + told):
+            look(cfg)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda m: m.pop("model.layers.0.mlp.gate.weight"), r"model\.layers\.0\.mlp\.gate\.weight missing"),
+        (lambda m: m.update({"model.layers.0.mlp.experts.8.up_proj.weight": "x"}), "x: file is missing"),
+    ],
+)
+def test_experts_that_do_not_fit_their_config_are_refused(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], Any], told: str
+) -> None:
+    folder = tmp_path / "experts"
+    write_tiny_model(folder, seed=0, experts=8)
+    with_16 = shutil.copytree(folder, tmp_path / "with_16")
+    facts = json.loads((folder / "config.json").read_text())
+    (with_16 / "config.json").write_text(json.dumps(facts | {"num_experts": 16}))
+    refused(tmp_path, with_16, r"mlp\.experts\.10\.down_proj\.weight.* missing")
+    tensors = load_file(folder / "model.safetensors")
+    where = dict.fromkeys(tensors, "model.safetensors")
+    spoil(where)
+    save_file({name: tensors[name] for name in where if name in tensors}, folder / "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    refused(tmp_path, folder, told)
+
+
+def test_numbers_in_blocks_and_a_config_that_does_not_say_so_are_refused(tmp_path: Path, model: Path) -> None:
+    def in_blocks(facts: dict[str, Any], tensors: dict[str, Any]) -> None:
+        name = LAYER + "self_attn.q_proj.weight"
+        tensors[name], tensors[name + SUFFIX] = quantise(tensors[name])
+
+    refused(tmp_path, spoilt(model, tmp_path / "blocks", in_blocks), "only the weights are")
+
+
+NO_INDEX = (b"[1]", b'{"weight_map": ["a"]}', b'{"weight_map": {"a": 3}}', b"\xff", b'{"a":' + b"[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("model.safetensors", None, r"model\.safetensors: file is missing"),
+        ("model.safetensors", b"\1\2", r"model\.safetensors: unreadable or cut short"),
+        (INDEX, b'{"weight_map": {}}', "missing; config.json and weights do not belong together"),
+        (INDEX, b'{"weight_map": {"a": "model-2.safetensors"}}', r"model-2\.safetensors: file is missing"),
+        *((INDEX, content, "not a safetensors index") for content in NO_INDEX),
+    ],
+)
+def test_files_that_hold_no_weights_are_refused(
+    tmp_path: Path, model: Path, name: str, content: bytes | None, told: str
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "broken")
+    if content is None:
+        (folder / name).unlink()
+        (folder / "model.safetensors.other").touch()  # weights of a kind, so that a plan does not go without
+    else:
+        (folder / name).write_bytes(content)
+    refused(tmp_path, folder, told)
 
 
 def reward(*names: str) -> dict[str, Any]:
