@@ -145,7 +145,7 @@ def examined(folder: str, model: str, other: str, urls: dict[str, str]) -> dict[
             control = EngineControl([url], timeout_s=60)
             asked = Engine(cfg, control, policy.hf.vocab_size, policy.hf.hidden_size)
             if case == "weights":
-                zero.run(case, lambda: control.update_from_disk(Path(other), 7), 60)  # noqa: B023
+                zero.run(case, lambda: control.update_from_disk(Path(other), 7).version, 60)  # noqa: B023
             sampled = zero.run(case, lambda: asked.sample(24), 60)  # noqa: B023
             evidence = examine(cfg, Trainer(cfg, policy, sampled), asked, sampled, zero, reload_engine=True)
             file = Path(folder) / f"{case}-{dist.get_rank()}.json"
