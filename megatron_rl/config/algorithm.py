@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from .algorithm_rules import CORRECTION_BOUNDS, problems
-from .base import Section
+from .base import Score, Section, Weight
 
 _CLIP: dict[str, Any] = {"advantage": "grpo", "loss": "ppo", "eps_low": 0.2, "eps_high": 0.2, "kl_coef": 0.0}
 
@@ -53,11 +53,11 @@ class AlgorithmConfig(Section):
     """Lower clip: ratios below 1 - eps_low; 1 = none."""
     eps_high: float = Field(0.28, ge=0, le=10)
     """Upper clip: ratios above 1 + eps_high."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, gt=1, le=1e6)
     """Bound c of the dual clip for negative advantages (1912.09729; 3 is usual); null = off. Only with `ppo`."""
     normalisation: Literal["token_mean", "seq_mean_token_mean", "constant"] = "token_mean"
     """What the loss is divided by, counted over the whole batch of one optimizer step."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: Weight = 0.0
     """Weight of the KL term to the reference model; 0 = no reference model is built."""
     kl_place: Literal["loss", "reward"] = "loss"
     """Where it acts: as a term of the loss (k2, k3), or subtracted from the reward before group statistics (k1)."""
@@ -65,15 +65,15 @@ class AlgorithmConfig(Section):
     """Estimator of that KL; k1 belongs into the reward, where it is the default, since a loss of it has no gradient."""
     kl_unbiased: bool = True
     """Multiply the estimator in the loss by the importance ratio, which makes its gradient unbiased."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: Weight = 0.0
     """Weight of the full-vocabulary entropy bonus."""
     old_logprobs: Literal["recompute", "rollout", "reuse"] = "recompute"
     """Denominator of the ratio: trainer's own pass before the update, the engine's, or the current pass itself."""
     corrections: list[Literal["tis", "icepop", "mis", "seq_mis"]] = Field(default_factory=list)
     """For the gap between engine and trainer: one of tis, icepop and mis for tokens; seq_mis for whole sequences."""
-    correction_bounds: tuple[float, float] | None = None
+    correction_bounds: tuple[Score, Score] | None = None
     """Bounds on the ratio of the old to the engine's probability; unless given, 0 .. 2 for tis, else 0.5 .. 5."""
-    seq_mis_bounds: tuple[float, float] | None = None
+    seq_mis_bounds: tuple[Score, Score] | None = None
     """Bounds on the geometric mean of that ratio over a sequence; needed with seq_mis."""
     renormalise_after_rejection: bool = False
     """Count the denominators again without the rejected tokens."""

@@ -13,6 +13,16 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """A deadline. Bounded (11 days), because the system's own timers overflow at some length."""
 
 
+Processes = Annotated[int, Field(ge=1, le=10_000)]
+"""Processes, devices or nodes. Bounded, because plans and placements write each of them down."""
+
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+"""Factor of a term. Bounded, because what is computed with it in single precision must stay finite."""
+
+Score = Annotated[float, Field(ge=-1e6, le=1e6)]
+"""A reward, or a bound on what is measured; bounded likewise."""
+
+
 YamlOff = BeforeValidator(lambda value: "off" if value is False else value)
 """For words with `off` among them, which YAML 1.1 reads as false where it is bare."""
 

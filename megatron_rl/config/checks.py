@@ -20,6 +20,9 @@ from .moe_checks import routing_problems
 from .quantised import quantisation_problems
 from .schema import Config
 
+_NO_SHARES = ("reward_mean", "response_length_mean")
+"""Metrics of an evaluation that may be larger than 1."""
+
 
 def check(cfg: Config, with_files: bool = True) -> HfConfig:
     """Refuse what cannot run; returns the model's facts.
@@ -36,6 +39,7 @@ def check(cfg: Config, with_files: bool = True) -> HfConfig:
         layout_problems(cfg, hf),
         _lengths(cfg, hf),
         _batch(cfg),
+        _least(cfg),
         _files(cfg) if with_files else (),
         _advantages(cfg),
         _rejection(cfg),
@@ -62,6 +66,11 @@ def _lengths(cfg: Config, hf: HfConfig) -> Iterator[str]:
             f"rollout.max_prompt_tokens={r.max_prompt_tokens} + rollout.max_response_tokens={r.max_response_tokens} = "
             f"{total} exceeds the model's context of {hf.max_position_embeddings} tokens; lower one of them"
         )
+    if cfg.engine.context_length is not None and total > cfg.engine.context_length:
+        yield (
+            f"engine.context_length={cfg.engine.context_length} cannot hold the longest sequence of {total} tokens "
+            "(rollout.max_prompt_tokens + rollout.max_response_tokens); raise it, or leave it out"
+        )
     if total > cfg.algorithm.max_tokens_per_microbatch:
         yield (
             f"algorithm.max_tokens_per_microbatch={cfg.algorithm.max_tokens_per_microbatch} cannot hold the longest "
@@ -79,6 +88,17 @@ def _batch(cfg: Config) -> Iterator[str]:
             f"parallel.data_parallel_size={dp} does not divide the {samples} samples of one update "
             "(rollout.groups_per_step x rollout.group_size / algorithm.updates_per_batch)"
         )
+
+
+def _least(cfg: Config) -> Iterator[str]:
+    """Sizes down to which a run may shrink."""
+    c, replicas = cfg.cluster, cfg.engine.replicas
+    for key, least, configured, value in (
+        ("min_dp", c.min_dp, "parallel.data_parallel_size", cfg.parallel.data_parallel_size),
+        ("min_replicas", None if cfg.engine.urls else c.min_replicas, "engine.replicas", replicas),
+    ):
+        if least is not None and least > value:
+            yield f"cluster.{key}={least} is more than {configured}={value}; lower it, or leave it out"
 
 
 def _files(cfg: Config) -> Iterator[str]:
@@ -140,8 +160,11 @@ def _watched(cfg: Config) -> Iterator[str]:
         measured.append("format_valid")
     hint = f"one of {', '.join(measured)} (format_valid needs a reward component whose name ends with _format)"
     warm_up = [m for m in measured if not m.startswith("pass_at_")] + ["pass_at_1"]  # one sample for each prompt
-    if cfg.sft.data is not None and cfg.sft.stop_value is not None and cfg.sft.stop_metric not in warm_up:
-        yield f"sft.stop_metric={cfg.sft.stop_metric!r} is not measured; {hint}"
+    sft = cfg.sft
+    if sft.data is not None and sft.stop_value is not None and sft.stop_metric not in warm_up:
+        yield f"sft.stop_metric={sft.stop_metric!r} is not measured; {hint}"
+    if sft.stop_value is not None and sft.stop_metric not in _NO_SHARES and not 0 <= sft.stop_value <= 1:
+        yield f"sft.stop_value={sft.stop_value}: {sft.stop_metric} is a share; write a number from 0 to 1, or null"
     checkpoint = cfg.checkpoint
     if checkpoint.keep_best and checkpoint.metric not in [f"eval/{m}" for m in measured]:
         yield f"checkpoint.metric={checkpoint.metric!r} is not measured; eval/ and {hint}"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .base import Seconds, Section
+from .base import Processes, Seconds, Section
 
 
 class ClusterConfig(Section):
@@ -14,7 +14,7 @@ class ClusterConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer ranks compute; auto = on CUDA devices where there are any."""
-    device_memory_gib: float | None = Field(None, gt=0)
+    device_memory_gib: float | None = Field(None, gt=0, le=1e6)
     """Memory of one device, GiB; with it --dry-run says whether its estimates fit. null = not compared."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
@@ -32,21 +32,21 @@ class ClusterConfig(Section):
 
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     """Engines on GPUs (Slurm: nodes) of their own, or on those of the trainer, which then take turns."""
-    trainer_nodes: int | None = Field(None, ge=1)
+    trainer_nodes: Processes | None = None
     """Slurm: nodes of the trainer; null = as many as parallel.world_size needs at ranks_per_node."""
-    ranks_per_node: int | None = Field(None, ge=1)
+    ranks_per_node: Processes | None = None
     """Slurm: trainer ranks on one node; null = spread evenly over trainer_nodes; without those, one per GPU."""
-    engine_nodes: int | None = Field(None, ge=1)
+    engine_nodes: Processes | None = None
     """Slurm: nodes of the engines; null = as many as engine.replicas needs at engines_per_node."""
-    engines_per_node: int | None = Field(None, ge=1)
+    engines_per_node: Processes | None = None
     """Slurm: replicas on one node; null = 1, or spread evenly over engine_nodes when those are given."""
-    spare_nodes: int = Field(0, ge=0)
+    spare_nodes: int = Field(0, ge=0, le=10_000)
     """Slurm: nodes of the allocation that wait for another one to fail."""
-    controller_cpus: int = Field(2, ge=1)
+    controller_cpus: Processes = 2
     """Slurm: CPUs kept for the controller on the node of trainer rank 0."""
-    min_dp: int | None = Field(None, ge=1)
+    min_dp: Processes | None = None
     """Slurm: least parallel.data_parallel_size to go on with when nodes are lost; null = as configured."""
-    min_replicas: int | None = Field(None, ge=1)
+    min_replicas: Processes | None = None
     """Slurm: least engine.replicas to go on with when nodes are lost; null = as configured."""
     max_restarts: int = Field(3, ge=0)
     """Slurm: restarts in the allocation, in a row, that bring no new checkpoint, before the job ends."""

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_rl.files import regular
 
-from .base import ConfigError, Seconds, Section
+from .base import ConfigError, Processes, Seconds, Section
 
 KEY_FILE = Path("endpoints") / "engine.key"
 """Below the run directory: the bearer token of the servers that the run starts."""
@@ -40,7 +40,7 @@ class EngineConfig(Section):
     """Servers that already run; when given, none is started."""
     api_key_file: str | None = None
     """File with the bearer token of the servers, readable by you alone; null = a random one for each run."""
-    replicas: int = Field(1, ge=1)
+    replicas: Processes = 1
     """Servers to start."""
     max_running_requests: int = Field(512, ge=1)
     """Sequences that one server decodes at once."""
@@ -61,26 +61,26 @@ class EngineConfig(Section):
     auto = broadcast on CUDA devices of their own, ipc on the trainer's, disk without CUDA or with engine.dp > 1."""
     bucket_mib: int = Field(512, ge=1)
     """Weights sent at once by broadcast and ipc, and size of one file on disk, MiB."""
-    replicas_per_group: int = Field(8, ge=1)
+    replicas_per_group: Processes = 8
     """Servers in one process group of a broadcast: a dead one costs its own group."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """Requests that run during a weight update: computed again with the new weights, or kept with their cache."""
     stage_in_memory: bool = False
     """Disk transport: one process of every engine node copies new weights to /dev/shm, its servers read them there."""
-    probe_tolerance: float = Field(0.05, gt=0)
+    probe_tolerance: float = Field(0.05, gt=0, le=1e6)
     """Largest difference of log-probs between servers, or to the trainer, of a short text after an update, nats."""
 
     python: str | None = None
     """SGLang: interpreter of its virtual environment; null = .venv-sglang/bin/python in the checkout."""
     untested_version: bool = False
     """SGLang: start although its version is not one that the tests ran with."""
-    tp: int = Field(1, ge=1)
+    tp: Processes = 1
     """SGLang: tensor parallel size of one replica."""
-    dp: int = Field(1, ge=1)
+    dp: Processes = 1
     """SGLang: data parallel size of one replica."""
-    ep: int = Field(1, ge=1)
+    ep: Processes = 1
     """SGLang: expert parallel size of one replica."""
-    nodes_per_replica: int = Field(1, ge=1)
+    nodes_per_replica: Processes = 1
     """SGLang: nodes that one replica spans; tp counts the devices of all of them."""
     memory_fraction: float | None = Field(None, gt=0, lt=1)
     """SGLang: share of a device's memory for weights and KV cache; null = what SGLang chooses."""

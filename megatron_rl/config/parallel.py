@@ -7,34 +7,37 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from .base import Section
+from .base import Processes, Section
+
+MAX_RANKS = 1_000_000
+"""Of a run; more is a slip of the keyboard."""
 
 
 class ParallelConfig(Section):
     """Megatron-Core's parallel layout; world_size = TP * PP * CP * DP."""
 
-    tensor_model_parallel_size: int = Field(1, ge=1)
+    tensor_model_parallel_size: Processes = 1
     """Ranks that share every layer's matrices."""
-    pipeline_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: Processes = 1
     """Stages, each holding some of the layers."""
-    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2, le=10_000)
     """Model chunks per stage (interleaved schedule); null = one."""
     num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
     """Layers of the first stage, where they are not dealt evenly; null = as many as of the others."""
     num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
     """Layers of the last stage, likewise."""
-    context_parallel_size: int = Field(1, ge=1)
+    context_parallel_size: Processes = 1
     """Ranks that share one sequence's tokens."""
     context_parallel_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"
     """How these ranks attend to each other's tokens on GPUs: keys and values around a ring, all of them gathered, or
     heads exchanged for tokens. On CPU they are gathered."""
-    data_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: Processes = 1
     """Copies of the model (of what is not an expert), each working on its own samples."""
-    expert_model_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: Processes = 1
     """Ranks that share a layer's experts; they are taken from the tensor, context and data parallel ranks."""
-    expert_tensor_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: Processes = 1
     """Ranks that share every expert's matrices."""
-    world_size: int | None = Field(None, ge=1)
+    world_size: int | None = Field(None, ge=1, le=MAX_RANKS)
     """Trainer ranks; null = the product of the sizes above. A given value must equal that product."""
     sequence_parallel: bool = False
     """Shard the norms' activations over the tensor-parallel ranks (needs tensor_model_parallel_size > 1)."""
@@ -73,6 +76,8 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _world(self) -> ParallelConfig:
         product = self.model_parallel_size * self.data_parallel_size
+        if product > MAX_RANKS:
+            raise ValueError(f"the sizes make {product} ranks, and {MAX_RANKS} are the most; lower one of them")
         if self.world_size is None:
             object.__setattr__(self, "world_size", product)
         elif self.world_size != product:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Seconds, Section
+from .base import Score, Seconds, Section
 
 
 class RewardComponent(Section):
@@ -14,9 +14,9 @@ class RewardComponent(Section):
 
     name: str
     """A registered verifier (countdown, sorting, math, exact, ..._format) or `module:function`."""
-    weight: float = 1.0
+    weight: Score = 1.0
     """Factor in the total."""
-    range: tuple[float, float] | None = None
+    range: tuple[Score, Score] | None = None
     """The component's own bounds, mapped to 0 .. 1 before weighting."""
     correctness: bool = False
     """This component's raw value decides which groups are informative, and is reported as pass@1."""
@@ -37,7 +37,7 @@ class RewardConfig(Section):
 
     components: list[RewardComponent] = Field(min_length=1)
     """At least one."""
-    workers: int = Field(0, ge=0)
+    workers: int = Field(0, ge=0, le=10_000)
     """Verifier processes; 0 = in the controller, for verifiers that cannot hang."""
     timeout_s: Seconds = 10.0
     """Deadline of one verification; a worker past it is killed and the sample masked."""

@@ -41,14 +41,14 @@ class RolloutConfig(Section):
     """Must be 0 (off) for training."""
     dynamic_sampling: Annotated[Literal["off", "refill", "mask"], YamlOff] = "off"
     """Groups whose answers are all right or all wrong: kept, replaced by fresh ones, or masked out of the loss."""
-    oversample: float = Field(1.0, ge=1)
+    oversample: float = Field(1.0, ge=1, le=1000)
     """Groups at work at once for one batch, as a multiple of groups_per_step; with partial_rollouts as many responses
     as these have, of more groups; async: only as many as will be used."""
     max_sample_rounds: int = Field(10, ge=1)
     """Rounds of refilling before the run stops and shows the pass rates."""
     overlong_cache: int | None = Field(None, ge=1)
     """DAPO's soft punishment starts this many tokens before max_response_tokens; null = off."""
-    overlong_scale: float = Field(1.0, gt=0)
+    overlong_scale: float = Field(1.0, gt=0, le=1e6)
     """Size of the soft punishment."""
     overlong_filter: bool = False
     """Take truncated responses out of the loss (they stay in the group's statistics)."""

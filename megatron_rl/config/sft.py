@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .base import Section
+from .base import Score, Section
 
 
 class SftConfig(Section):
@@ -16,11 +16,11 @@ class SftConfig(Section):
     """Steps at most."""
     batch_size: int = Field(64, ge=1)
     """Sequences a step."""
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(1e-5, gt=0, le=1)
     """Learning rate of the warm-up (constant)."""
     stop_metric: str = "format_valid"
     """Evaluation metric that ends the warm-up early."""
-    stop_value: float | None = None
+    stop_value: Score | None = None
     """Ends the warm-up when the metric reaches this; null = run all max_steps."""
     check_every: int = Field(10, ge=1)
     """Steps between two looks at that metric."""

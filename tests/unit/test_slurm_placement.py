@@ -72,17 +72,10 @@ def test_replicas_that_want_more_gpus_than_their_node_has_are_refused() -> None:
         need(one, GPU_NODE)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        ({"min_dp": 9}, r"cluster\.min_dp=9 is more than parallel\.data_parallel_size=8"),
-        ({"min_replicas": 3}, r"cluster\.min_replicas=3 is more than engine\.replicas=2"),
-    ],
-)
-def test_a_least_size_beyond_the_configured_one_is_refused(cluster: dict[str, Any], message: str) -> None:
-    cfg = configuration(cluster, parallel={"data_parallel_size": 8}, engine={"replicas": 2})
-    with pytest.raises(ConfigError, match=message):
-        need(cfg, GPU_NODE)
+def test_more_nodes_than_a_job_can_have_are_refused() -> None:
+    cfg = configuration(engine={"kind": "sglang", "replicas": 10_000, "tp": 56, "nodes_per_replica": 7})
+    with pytest.raises(ConfigError, match=r"70000 engines.* are more than 65536"):
+        plan_rows(cfg, cpus=96, gpus=8)
 
 
 def test_engines_that_run_already_need_no_node() -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from megatron_rl.config import Config, ConfigError
 
+_MOST_NODES = 2**16
+
 
 @dataclass(frozen=True)
 class NodeShape:
@@ -120,20 +122,17 @@ def need(cfg: Config, shape: NodeShape) -> Need:
             f"{engines}: change one of them, or leave engine_nodes out"
         )
     problems += _too_many_devices(cfg, per_node, shape)
-    for key, least, configured, value in (
-        ("min_dp", c.min_dp, "parallel.data_parallel_size", cfg.parallel.data_parallel_size),
-        ("min_replicas", c.min_replicas, "engine.replicas", replicas),
-    ):
-        if least is not None and value and least > value:
-            problems.append(f"cluster.{key}={least} is more than {configured}={value}: lower it, or leave it out")
     if shape.cpus < c.controller_cpus + ranks:
         problems.append(
             f"{shape.cpus} CPUs on a node are too few for {ranks} trainer ranks and cluster.controller_cpus="
             f"{c.controller_cpus}: ask for more (--cpus-per-task, --exclusive), or lower one of them"
         )
+    needed = Need(trainer, engines, c.spare_nodes, ranks, per_node, c.placement == "colocated")
+    if needed.nodes + needed.spares > _MOST_NODES:
+        problems.append(f"{needed} are more than {_MOST_NODES}, the most of a job: lower the sizes")
     if problems:
         raise ConfigError("the configuration does not fit the nodes:\n" + "\n".join(f"  - {p}" for p in problems))
-    return Need(trainer, engines, c.spare_nodes, ranks, per_node, c.placement == "colocated")
+    return needed
 
 
 def _too_many_devices(cfg: Config, per_node: int, shape: NodeShape) -> list[str]:
@@ -194,7 +193,7 @@ def place(
         count = max(trainer, engines) if needed.colocated else trainer + engines
         if count > len(nodes):
             continue
-        best = sorted(nodes, key=lambda node: (strikes or {}).get(node, 0))[:count]
+        best = set(sorted(nodes, key=lambda node: (strikes or {}).get(node, 0))[:count])
         used = tuple(node for node in nodes if node in best)
         first = 0 if needed.colocated else trainer
         return Placement(
