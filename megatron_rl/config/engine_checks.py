@@ -15,6 +15,8 @@ from .shards import divisors
 _ATTENTION_APART = ("--attn-dp", "--attn-cp", "--attention-data", "--attention-context", "--enable-dp-attention")
 _WHOLE_SHARED_EXPERTS = ("--moe-a2a-backend",)
 """SGLang's options with which attention has a layout of its own, or every device all of those experts."""
+_DENSE_APART = (*_ATTENTION_APART, "--moe-dense-tp")
+"""Those with which MLPs have one of their own."""
 
 
 def engine_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
@@ -30,8 +32,7 @@ def engine_problems(cfg: Config, hf: HfConfig) -> Iterator[str]:
         return
     yield from _experts(cfg, hf)
     yield from _heads(cfg, hf)
-    if cfg.engine.dtype == "float8":
-        yield from _blocks(cfg, hf)
+    yield from _blocks(cfg, hf) if cfg.engine.dtype == "float8" else _dense(cfg, hf)
 
 
 def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
@@ -48,22 +49,40 @@ def _experts(cfg: Config, hf: HfConfig) -> Iterator[str]:
             f"{hf.moe.num_experts} experts of a layer; use one of {sizes}"
         )
     elif hf.moe.ffn_hidden_size * ep % tp:
+        features = hf.moe.ffn_hidden_size
+        fewer = [n for n in range(ep, tp, ep) if features * ep % n == 0 and _share_heads(n, cfg, hf)]
+        ways = [f"engine.ep={n}" for n in sizes[-1:] if features * n % tp == 0]
+        ways += [f"engine.tp={n}" for n in fewer[-1:]] or ["an engine.tp that divides them and the heads of attention"]
         yield (
-            f"engine.tp={tp}, engine.ep={ep}: {tp // ep} devices cannot share the {hf.moe.ffn_hidden_size} features "
-            f"of an expert evenly; use engine.ep={sizes[-1]}, or another engine.tp"
+            f"engine.tp={tp}, engine.ep={ep}: {tp // ep} devices cannot share the {features} features "
+            f"of an expert evenly; use {' or '.join(ways)}"
         )
 
 
 def _heads(cfg: Config, hf: HfConfig) -> Iterator[str]:
     """Each device has whole heads of attention; of keys and values it may have one that others have too."""
-    if _says(cfg, _ATTENTION_APART):
-        return
-    tp, heads, groups = cfg.engine.tp, hf.num_attention_heads, hf.num_query_groups
-    if heads % tp or (hf.mla is None and groups % tp and tp % groups):
-        fitting = [n for n in divisors(heads) if hf.mla is not None or groups % n == 0 or n % groups == 0]
+    tp, heads = cfg.engine.tp, hf.num_attention_heads
+    if not _share_heads(tp, cfg, hf):
         yield (
-            f"engine.tp={tp}: so many devices cannot share the {heads} attention heads, and {groups} of keys and "
-            f"values, of model.path; use one of {fitting}"
+            f"engine.tp={tp}: so many devices cannot share the {heads} attention heads, and {hf.num_query_groups} of "
+            f"keys and values, of model.path; use one of {[n for n in divisors(heads) if _share_heads(n, cfg, hf)]}"
+        )
+
+
+def _share_heads(devices: int, cfg: Config, hf: HfConfig) -> bool:
+    groups = hf.num_query_groups
+    whole = hf.mla is not None or groups % devices == 0 or devices % groups == 0
+    return _says(cfg, _ATTENTION_APART) or (hf.num_attention_heads % devices == 0 and whole)
+
+
+def _dense(cfg: Config, hf: HfConfig) -> Iterator[str]:
+    tp = cfg.engine.tp
+    if len(hf.moe_layers) == hf.num_layers or _says(cfg, _DENSE_APART) or not _share_heads(tp, cfg, hf):
+        return
+    if hf.ffn_hidden_size % tp:
+        yield (
+            f"engine.tp={tp}: so many devices cannot share the {hf.ffn_hidden_size} features of an MLP of model.path "
+            "evenly; use an engine.tp that divides them"
         )
 
 

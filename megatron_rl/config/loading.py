@@ -91,8 +91,8 @@ def _merge(below: DictConfig, above: DictConfig, source: str) -> DictConfig:
             f"{clash}: {source} has a list where a mapping is expected, or the reverse; correct one of them"
         )
     # OmegaConf would keep the value below and say nothing.
-    _refuse_open([key for key in _open_keys(above) if _is_given(below, key)], source)
-    if OmegaConf.select(above, "rollout.environment_args") == {}:  # which would add nothing: it takes away
+    _refuse_open([key for key in _open_keys(above) if _as_written(below, key) != MISSING], source)
+    if _as_written(above, "rollout.environment_args") == {}:  # which would add nothing: it takes away
         below = OmegaConf.merge(below, {"rollout": {"environment_args": None}})  # type: ignore[assignment]
     return OmegaConf.merge(below, above)  # type: ignore[return-value]
 
@@ -113,11 +113,12 @@ def _open_keys(values: DictConfig) -> list[str]:
     return sorted(walk(OmegaConf.to_container(values, resolve=False), ""))
 
 
-def _is_given(values: DictConfig, key: str) -> bool:
+def _as_written(values: DictConfig, key: str) -> Any:
+    """What stands there, `${...}` included; MISSING where nothing does."""
     found: Any = OmegaConf.to_container(values, resolve=False)
     for part in key.split("."):
         found = found.get(part, MISSING) if isinstance(found, dict) else MISSING
-    return bool(found != MISSING)
+    return found
 
 
 def _refuse_open(keys: Sequence[str], source: str) -> None:
@@ -182,6 +183,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+_SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""What people call sizes of `parallel:`."""
+
+
 def _nearest(location: tuple[Any, ...]) -> str:
     """The closest valid name beside the unknown one, and the section that would know it, if another does."""
     model: Any = Config
@@ -190,12 +203,17 @@ def _nearest(location: tuple[Any, ...]) -> str:
             continue
         model = _section(model.model_fields[part].annotation)
     name = str(location[-1])
-    close = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {'.'.join([*map(str, location[:-1]), close[0]])}?"
-    homes = [s for s, f in Config.model_fields.items() if name in getattr(_section(f.annotation), "model_fields", {})]
-    if homes:
-        return f"; did you mean {homes[0]}.{name}?"
+    words = (name, _SHORT.get(name, name))
+    close = [key for key in words if key in model.model_fields]
+    close = close or difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.5)
+    found = [".".join([*map(str, location[:-1]), key]) for key in close]
+    fields = {
+        key: getattr(_section(field.annotation), "model_fields", {}) for key, field in Config.model_fields.items()
+    }
+    homes = [f"{section}.{key}" for section, keys in fields.items() for key in keys if key in words]
+    # At the top a name that a section has is that key, and no misspelt section.
+    if suggested := (homes or found) if len(location) == 1 else (found or homes):
+        return f"; did you mean {' or '.join(suggested)}?"
     return f"; valid here: {', '.join(model.model_fields)}"
 
 

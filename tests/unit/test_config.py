@@ -92,7 +92,11 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
     [
         ({"optimiser": {}}, "optimiser: unknown key; did you mean optimizer?"),
         ({"parallel__tensor_parallel_size": 2}, "did you mean parallel.tensor_model_parallel_size?"),
-        ({"rollout__lr": 1}, "did you mean optimizer.lr?"),
+        ({"rollout__lr": 1}, "did you mean optimizer.lr or sft.lr?"),
+        ({"parallel__tp": 2}, "parallel.tp: unknown key; did you mean parallel.tensor_model_parallel_size?"),
+        ({"parallel__etp": 2}, "did you mean parallel.expert_tensor_parallel_size?"),
+        ({"tp": 2}, "did you mean parallel.tensor_model_parallel_size or engine.tp?"),
+        ({"rollout__cp": 2}, "did you mean parallel.context_parallel_size?"),
         ({"reward": {"components": [{"name": "exact", "wieght": 1}]}}, "did you mean reward.components.0.weight?"),
         ({"optimizer__lr": [1, 2]}, "optimizer.lr=[1, 2]: input should be a valid number"),
         ({"optimizer__lr": "fast"}, "optimizer.lr='fast'"),

@@ -39,3 +39,11 @@ def test_no_key_of_any_section_takes_the_mark_of_a_missing_value(tmp_path: Path,
         word = f"{section}.{key}" if section else key
         with pytest.raises(ConfigError, match=re.escape(f"the overrides: {word}=???")):
             load_config(file, [f"{word}=???"])
+
+
+@pytest.mark.parametrize("key", ["rollout", "rollout.environment_args", "rollout.environment_args.a", "reward", "name"])
+def test_a_reference_to_what_is_not_given_is_one_plain_refusal_wherever_it_stands(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(LEAST))
+    with pytest.raises(ConfigError, match=rf"{key} refers to \$\{{vars\.x\}}, which is not given"):
+        load_config(file, [f"{key}=${{vars.x}}"])

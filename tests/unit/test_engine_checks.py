@@ -41,13 +41,23 @@ def problems(hf: HfConfig, **engine: Any) -> list[str]:
         (
             replace(QWEN, moe=MoeShape(8, 2, 100)),
             {"tp": 8},
-            "engine.tp=8, engine.ep=1: 8 devices cannot share the 100 features .*; use engine.ep=8, or another",
+            "engine.tp=8, engine.ep=1: 8 devices cannot share the 100 features .*; use engine.ep=8 or engine.tp=4",
+        ),
+        (
+            replace(QWEN, num_attention_heads=36, num_query_groups=6, moe=MoeShape(8, 2, 100)),
+            {"tp": 3},
+            "engine.tp=3, engine.ep=1: .* features of an expert evenly; use engine.tp=2$",
         ),
         (
             QWEN,
             {"tp": 4, "dtype": "float8"},
             r"float8 with engine.tp / engine.ep=4: each device must get a multiple of 128 of the 768 features of an "
             "expert; use a larger engine.ep",
+        ),
+        (
+            replace(THIRDS, moe=None, ffn_hidden_size=100),
+            {"tp": 3},
+            "engine.tp=3: so many devices cannot share the 100 features of an MLP",
         ),
         (replace(DENSE, ffn_hidden_size=2304), {"tp": 4, "dtype": "float8"}, "engine.tp=4: .* 2304 features of an MLP"),
         (
