@@ -27,6 +27,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(cli_convert.app, name="convert")
+MOST = 10**9
+"""Of anything that the command line counts: larger numbers overflow where they get to."""
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file; see configs/ for examples.", metavar="CONFIG.yaml")]
@@ -35,7 +37,10 @@ Overrides = Annotated[
 ]
 
 ResumeFrom = Annotated[
-    int | None, typer.Option(help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP")
+    int | None,
+    typer.Option(
+        min=0, max=MOST, help="Go on from the checkpoint of this step; later ones are removed.", metavar="STEP"
+    ),
 ]
 AcceptChanges = Annotated[
     bool, typer.Option("--accept-changes", help="Go on although the configuration is not the one that the run had.")
@@ -111,8 +116,8 @@ def slurm(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print which nodes do what, and the sbatch line; start nothing.")
     ] = False,
-    cpus: Annotated[int, typer.Option(min=1, help="With --dry-run outside a job: CPUs of a node.")] = 64,
-    gpus: Annotated[int, typer.Option(min=0, help="With --dry-run outside a job: GPUs of a node.")] = 0,
+    cpus: Annotated[int, typer.Option(min=1, max=MOST, help="With --dry-run outside a job: CPUs of a node.")] = 64,
+    gpus: Annotated[int, typer.Option(min=0, max=MOST, help="With --dry-run outside a job: GPUs of a node.")] = 0,
 ) -> None:
     """Train inside a Slurm allocation; launch/train.sbatch calls this. It starts, watches and restarts all steps.
 
@@ -176,7 +181,7 @@ def serve(
         str | None, typer.Option(help="With --engine sglang: interpreter of its environment; default .venv-sglang.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 30000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free one.")] = 30000,
     supervised: Annotated[
         bool, typer.Option("--supervised/--unsupervised", help="With --config: start the engine again when it dies.")
     ] = True,
@@ -218,7 +223,8 @@ def preflight(
     config: ConfigFile,
     overrides: Overrides = None,
     parity: Annotated[
-        int | None, typer.Option(min=1, help="Compare engine and trainer on so many prompts.", metavar="PROMPTS")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Compare engine and trainer on so many prompts.", metavar="PROMPTS"),
     ] = None,
     reload_engine: Annotated[
         bool, typer.Option("--reload-engine", help="A server of engine.urls may be paused and given model.path again.")
@@ -267,8 +273,8 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")])
 @app.command()
 def worst(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Default: the newest one.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many samples.")] = 10,
+    step: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: the newest one.")] = None,
+    count: Annotated[int, typer.Option(min=1, max=MOST, help="How many samples.")] = 10,
 ) -> None:
     """List the samples of a step on which trainer and engine differ most, by |Δ log p| of a token."""
     from megatron_rl.monitor.worst import COLUMNS, worst_samples

@@ -89,8 +89,8 @@ def read_run(run_dir: str | Path) -> RunData:
         data.result = RunResult.read(run_dir)
     except ValueError as error:
         data.notes.append(str(error))
-    data.rollouts = _dumps(run_dir / "rollouts")
-    data.evaluations = _dumps(run_dir / "eval")
+    data.rollouts = dumps(run_dir / "rollouts")
+    data.evaluations = dumps(run_dir / "eval")
     return data
 
 
@@ -129,7 +129,8 @@ def _read_metrics(data: RunData) -> None:
     data.series = {name: Series(sorted(values), [values[s] for s in sorted(values)]) for name, values in points.items()}
 
 
-def _dumps(folder: Path) -> dict[int, Path]:
+def dumps(folder: Path) -> dict[int, Path]:
+    """A folder's dumps by step, in their order."""
     if not folder.is_dir():
         return {}
     matches = ((_DUMP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_file())

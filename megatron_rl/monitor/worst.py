@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .report_data import ReportError
+from megatron_rl.files import regular
+
+from .report_data import ReportError, dumps
 
 COLUMNS = (
     "sample_id",
@@ -28,16 +31,22 @@ def worst_samples(run_dir: Path, step: int | None, count: int) -> tuple[int, lis
     """The step (the newest dumped one without `step`) and up to `count` of its samples, largest gap first.
 
     Raises:
-        ReportError: there is no dump of that step, or none of its samples has a gap.
+        ReportError: there is no dump of that step, it is damaged, or none of its samples has a gap.
     """
-    dumps = sorted((run_dir / "rollouts").glob("step-*.parquet"))
-    path = (run_dir / "rollouts" / f"step-{step:06d}.parquet") if step is not None else (dumps[-1] if dumps else None)
-    if path is None or not path.is_file():
+    found = dumps(run_dir / "rollouts")
+    number = step if step is not None else max(found, default=0)
+    if number not in found:
         raise ReportError(
-            f"{path or run_dir / 'rollouts'}: there is no dump; a run writes one for each step with "
-            "logging.dump_rollouts=true"
+            f"{run_dir / 'rollouts'}: there is no dump{f' of step {step}' if step is not None else ''}; a run writes one "
+            "for each step with logging.dump_rollouts=true"
         )
-    table = pq.read_table(path)
+    path = found[number]
+    try:
+        table = pq.read_table(regular(path))
+    except (OSError, pa.ArrowException) as error:
+        raise ReportError(f"{path}: cannot be read ({error}); give another step with --step") from error
+    if missing := [name for name in COLUMNS if name not in table.column_names and name != "gap_max_abs"]:
+        raise ReportError(f"{path}: no dump of a run, it lacks {', '.join(missing)}; give another step with --step")
     if "gap_max_abs" not in table.column_names or table["gap_max_abs"].null_count == len(table):
         raise ReportError(
             f"{path}: no sample has a gap; it is known where the trainer computes log-probs of its own "
@@ -45,4 +54,4 @@ def worst_samples(run_dir: Path, step: int | None, count: int) -> tuple[int, lis
         )
     known = table.filter(pc.is_valid(table["gap_max_abs"])).select(list(COLUMNS))
     rows: list[dict[str, Any]] = known.sort_by([("gap_max_abs", "descending")]).slice(0, count).to_pylist()
-    return int(path.stem.removeprefix("step-")), rows
+    return number, rows

@@ -41,5 +41,26 @@ def test_a_step_without_gaps_or_without_a_dump_is_refused(tmp_path: Path) -> Non
     dump(tmp_path, 1, [None])
     with pytest.raises(ReportError, match=r"no sample has a gap; .*old_logprobs=recompute"):
         worst_samples(tmp_path, 1, 1)
-    with pytest.raises(ReportError, match="step-000002"):
+    with pytest.raises(ReportError, match="no dump of step 2; a run writes one"):
         worst_samples(tmp_path, 2, 1)
+
+
+def test_a_dump_that_was_cut_or_is_none_is_refused_and_other_files_are_passed_over(tmp_path: Path) -> None:
+    dump(tmp_path, 1, [0.1])
+    file = tmp_path / "rollouts" / "step-000001.parquet"
+    (tmp_path / "rollouts" / "step-last.parquet").touch()
+    assert worst_samples(tmp_path, None, 1)[0] == 1
+    for content in (file.read_bytes()[:100], b""):
+        file.write_bytes(content)
+        with pytest.raises(ReportError, match=r"step-000001\.parquet: cannot be read \(.*another step with --step"):
+            worst_samples(tmp_path, None, 1)
+    pq.write_table(pa.table({"gap_max_abs": [1.0]}), file)
+    with pytest.raises(ReportError, match=r"step-000001\.parquet: no dump of a run, it lacks sample_id, prompt_id"):
+        worst_samples(tmp_path, None, 1)
+
+
+@pytest.mark.parametrize("words", [["--count", "9" * 30], ["--step", "9" * 300]])
+def test_numbers_that_overflow_are_refused_by_the_command_line(tmp_path: Path, words: list[str]) -> None:
+    dump(tmp_path, 1, [0.1])
+    refused = CliRunner().invoke(app, ["worst", str(tmp_path), *words])
+    assert (refused.exit_code, refused.exception.__class__) == (2, SystemExit)
