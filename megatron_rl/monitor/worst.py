@@ -36,9 +36,10 @@ def worst_samples(run_dir: Path, step: int | None, count: int) -> tuple[int, lis
     found = dumps(run_dir / "rollouts")
     number = step if step is not None else max(found, default=0)
     if number not in found:
+        which = "" if step is None else f" of step {step}"
         raise ReportError(
-            f"{run_dir / 'rollouts'}: there is no dump{f' of step {step}' if step is not None else ''}; a run writes one "
-            "for each step with logging.dump_rollouts=true"
+            f"{run_dir / 'rollouts'}: there is no dump{which}; a run writes one for each step with "
+            "logging.dump_rollouts=true"
         )
     path = found[number]
     try:
