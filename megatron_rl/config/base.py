@@ -47,6 +47,13 @@ class Section(BaseModel):
             raise ValueError(f"{value!r} is not a number; write one")
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _exact_as_a_float(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > 2**53:
+            raise ValueError(f"a number of {len(str(abs(value)))} digits; write one of at most {2**53:,}")
+        return value
+
 
 def _has_boolean(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, list | tuple) and any(isinstance(v, bool) for v in value))
