@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert import actions
 from megatron_rl.weights.convert.cuts import TargetLayout
 from megatron_rl.weights.convert.opened import open_checkpoint
+from megatron_rl.weights.convert.torch_dist import Chunk, Place, _fill
 from megatron_rl.weights.reader import INDEX, SafetensorsReader
 from megatron_rl.weights.safetensors_file import header_of, read_header
 from tests.convert_models import convert, write_model
@@ -152,3 +157,103 @@ def test_a_link_to_nowhere_is_refused_before_anything_is_written(hf: Path, tmp_p
     for make in (lambda: plan(hf, tmp_path / "out"), lambda: actions.cast(source, tmp_path / "out", torch.float16)):
         with pytest.raises(WeightsError, match=r"merges\.txt: a link to blobs/gone, which is not there; copy the file"):
             make()
+
+
+def rewrite_metadata(folder: Path, change: Callable[[Any], object]) -> None:
+    """Read and write .metadata with no reader of ours."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.fixture
+def megatron(hf: Path, tmp_path: Path) -> Path:
+    source = open_checkpoint(hf)
+    convert(actions.hf_to_megatron(source, tmp_path / "m", TargetLayout(2), None))
+    return tmp_path / "m"
+
+
+def shift(metadata: Any) -> None:
+    """Let the second half of the embedding begin and end a row too early: a row is there twice, the last one never."""
+    name = "embedding.word_embeddings.weight"
+    facts = metadata.state_dict_metadata[name]
+    (place,) = (index for index in metadata.storage_data if index.fqn == name and index.offset[0])
+    early = torch.Size([place.offset[0] - 1, 0])
+    chunk = next(chunk for chunk in facts.chunks if chunk.offsets == place.offset)
+    chunk.offsets = early
+    metadata.storage_data[type(place)(name, early)] = metadata.storage_data.pop(place)
+
+
+def test_chunks_that_overlap_and_leave_a_gap_are_refused(megatron: Path, tmp_path: Path) -> None:
+    rewrite_metadata(megatron / "release", shift)
+    for make in (
+        lambda: actions.megatron_to_hf(open_checkpoint(megatron), tmp_path / "out", None),
+        lambda: actions.reshard(open_checkpoint(megatron), tmp_path / "out", TargetLayout()),
+    ):
+        with pytest.raises(WeightsError, match=r"word_embeddings\.weight: its chunks overlap, or leave numbers out"):
+            make()
+
+
+@given(st.data())
+def test_boxes_fill_a_tensor_if_they_cut_it_up_and_not_when_one_is_moved_or_missing(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    boxes = [tuple((0, size) for size in shape)]
+    for _ in range(data.draw(st.integers(0, 4))):
+        box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        axis = data.draw(st.integers(0, len(shape) - 1))
+        begin, end = box[axis]
+        middle = data.draw(st.integers(begin, end))
+        boxes += [(*box[:axis], part, *box[axis + 1 :]) for part in ((begin, middle), (middle, end))]
+
+    def are_all(found: list[tuple[tuple[int, int], ...]]) -> bool:
+        place = Place(Path("x"), 0, 0)
+        return _fill(shape, [Chunk(tuple(b for b, _ in x), tuple(e - b for b, e in x), place) for x in found])
+
+    assert are_all(boxes)
+    number = data.draw(st.integers(0, len(boxes) - 1))
+    if all(begin < end for begin, end in boxes[number]):
+        moved = ((boxes[number][0][0] + 1, boxes[number][0][1] + 1), *boxes[number][1:])
+        others = boxes[:number] + boxes[number + 1 :]
+        assert not are_all(others)
+        assert not are_all([*others, moved])
+        assert not are_all([*boxes, boxes[number]])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda metadata: metadata.__dict__.update(storage_data=None),
+        lambda metadata: metadata.__dict__.pop("state_dict_metadata"),
+        lambda metadata: [setattr(place, "offset", "0") for place in metadata.storage_data.values()],
+        lambda metadata: [setattr(place, "length", -1) for place in metadata.storage_data.values()],
+        lambda metadata: [setattr(place, "length", 1) for place in metadata.storage_data.values()],
+        lambda metadata: [setattr(place, "relative_path", None) for place in metadata.storage_data.values()],
+        lambda metadata: [setattr(t.properties, "dtype", 3) for t in tensors_of(metadata)],
+        lambda metadata: [setattr(t, "size", (2**62, None)) for t in tensors_of(metadata)],
+        lambda metadata: [setattr(t, "chunks", 5) for t in tensors_of(metadata)],
+    ],
+)
+def test_metadata_of_another_kind_is_one_message(change: Callable[[Any], object], megatron: Path) -> None:
+    rewrite_metadata(megatron / "release", change)
+    with pytest.raises(WeightsError, match=r"\.metadata: cannot be read \(.*\); copy the checkpoint again"):
+        open_checkpoint(megatron)
+
+
+def tensors_of(metadata: Any) -> list[Any]:
+    return [facts for facts in metadata.state_dict_metadata.values() if hasattr(facts, "chunks")]
+
+
+def test_metadata_with_other_bytes_is_read_or_one_message(megatron: Path) -> None:
+    file, random = megatron / "release" / ".metadata", Random(0)
+    raw = file.read_bytes()
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(raw)
+        for _ in range(random.choice((1, 1, 4))):
+            damaged[random.randrange(len(raw))] = random.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            open_checkpoint(megatron)
+        except WeightsError:
+            refused += 1
+    assert refused > 100

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_rl.files import json_object, regular
 from megatron_rl.weights import WeightsError
 from megatron_rl.weights.convert.read_sums import ReadSums
-from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, UnknownName, read_array, read_metadata
+from megatron_rl.weights.convert.restricted_pickle import ArrayOnDisk, read_array, read_metadata
 from megatron_rl.weights.convert.stored_names import LAYERS, Parameter, parameter_at, without_number
 from megatron_rl.weights.convert.tensors import Rows
 from megatron_rl.weights.safetensors_file import read_elements
@@ -71,9 +71,11 @@ class Chunk:
         try:
             with zipfile.ZipFile(_Window(self.place)) as archive:
                 found = read_array(archive)
-        except (zipfile.BadZipFile, UnknownName, pickle.UnpicklingError, KeyError, ValueError) as error:
+        except WeightsError:
+            raise
+        except Exception as error:  # bytes that are no archive with a pickle may raise anything
             raise WeightsError(
-                f"{self.place.file}: the chunk at byte {self.place.offset} is damaged ({error}); copy the file again"
+                f"{self.place.file}: the chunk at byte {self.place.offset} is damaged ({error!r}); copy the file again"
             ) from error
         if (found.dtype, found.shape) != (dtype, self.sizes):
             raise WeightsError(
@@ -152,10 +154,16 @@ class StoredTensor:
 
     @cached_property
     def planes(self) -> list[Plane]:
-        """The tensor as matrices or vectors: one for each layer, and for each expert where there are any."""
+        """The tensor as matrices or vectors: one for each layer, and for each expert where there are any.
+
+        Raises:
+            WeightsError: the chunks leave some numbers out, or hold some twice.
+        """
         layered = LAYERS in self.name and without_number(self.name) == self.name
         if not self.shape:
             raise WeightsError(f"{self.name}: a single number, which is not read from a Megatron checkpoint")
+        if not _fill(self.shape, self.chunks):
+            raise WeightsError(f"{self.name}: its chunks overlap, or leave numbers out; the checkpoint is incomplete")
         lead = max(1 if layered and len(self.shape) > 1 else 0, len(self.shape) - 2)
         by_lead: dict[tuple[int, ...], list[Chunk]] = {}
         for chunk in self.chunks:
@@ -166,6 +174,22 @@ class StoredTensor:
             Plane(self, index, tuple(by_lead.get(index, ())))
             for index in product(*(range(size) for size in self.shape[:lead]))
         ]
+
+
+def _fill(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
+    """Whether every number of a tensor is in one chunk.
+
+    The chunks that hold a number are counted by a function of its place. Where they begin and end, at corners, this
+    function steps up and down: it is 1 inside the tensor and 0 outside if these steps are those of the tensor alone.
+    """
+    whole = [(0, size) for size in shape]
+    boxes = [[(begin, begin + size) for begin, size in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
+    cut = [axis for axis, whole_range in enumerate(whole) if any(box[axis] != whole_range for box in boxes)]
+    steps: Counter[tuple[int, ...]] = Counter()
+    for box, sign in [*((box, 1) for box in boxes), (whole, -1)]:
+        for ends in product((0, 1), repeat=len(cut)):
+            steps[tuple(box[axis][end] for axis, end in zip(cut, ends, strict=True))] += sign * (-1) ** sum(ends)
+    return not any(steps.values())
 
 
 @dataclass(frozen=True)
@@ -263,16 +287,25 @@ class TorchDistReader:
         self.path = path
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: dict[str, Place] = {}
-        metadata = self._metadata()
+        try:
+            self._read(read_metadata(path / METADATA))
+            self._check_sizes()
+        except WeightsError:
+            raise
+        except Exception as error:  # bytes that are no pickle of this kind may raise anything
+            raise WeightsError(f"{path / METADATA}: cannot be read ({error!r}); copy the checkpoint again") from error
+
+    def _read(self, metadata: Any) -> None:
         places: dict[str, dict[tuple[int, ...], Place]] = {}
         for index, info in metadata.storage_data.items():
             if getattr(info, "transform_descriptors", None):
-                raise WeightsError(f"{path}: {index.fqn} is stored compressed, which cannot be read; save it plainly")
-            place = Place(path / info.relative_path, info.offset, info.length)
+                raise WeightsError(
+                    f"{self.path}: {index.fqn} is stored compressed, which cannot be read; save it plainly"
+                )
+            place = Place(self.path / info.relative_path, *_counts((info.offset, info.length)))
             places.setdefault(index.fqn, {})[tuple(index.offset or ())] = place
         for name, facts in metadata.state_dict_metadata.items():
             self._add(name, facts, places.get(name, {}))
-        self._check_sizes()
 
     @property
     def files(self) -> list[Path]:
@@ -283,27 +316,24 @@ class TorchDistReader:
         chunks = [chunk.place for tensor in self.tensors.values() for chunk in tensor.chunks]
         return [*chunks, *self.objects.values()]
 
-    def _metadata(self) -> Any:
-        file = self.path / METADATA
-        try:
-            return read_metadata(file)
-        except (OSError, EOFError, UnknownName, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
-            raise WeightsError(f"{file}: cannot be read ({error}); copy the checkpoint again") from error
-
     def _add(self, name: str, facts: Any, places: Mapping[tuple[int, ...], Place]) -> None:
         if not hasattr(facts, "chunks"):
             if () in places:
                 self.objects[name] = places[()]
             return
-        chunks = []
+        chunks, dtype = [], facts.properties.dtype
+        if not (isinstance(name, str) and isinstance(dtype, torch.dtype)):
+            raise TypeError(f"{name!r} is said to be a tensor of {dtype!r}")
         for chunk in facts.chunks:
-            offsets = tuple(chunk.offsets)
+            offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
             if offsets not in places:
                 raise WeightsError(
                     f"{self.path}: no file holds {name} from {list(offsets)} on; the save was not complete"
                 )
-            chunks.append(Chunk(offsets, tuple(chunk.sizes), places[offsets]))
-        self.tensors[name] = StoredTensor(name, tuple(facts.size), facts.properties.dtype, tuple(chunks))
+            if math.prod(sizes) * dtype.itemsize > places[offsets].length:
+                raise ValueError(f"{places[offsets].length} bytes for the {sizes} numbers of {name}")
+            chunks.append(Chunk(offsets, sizes, places[offsets]))
+        self.tensors[name] = StoredTensor(name, _counts(facts.size), dtype, tuple(chunks))
 
     def _check_sizes(self) -> None:
         ends: dict[Path, int] = {}
@@ -327,6 +357,14 @@ class TorchDistReader:
             if is_weight(name)
             for plane in tensor.planes
         }
+
+
+def _counts(numbers: Iterable[Any]) -> tuple[int, ...]:
+    """All of them. Raises ValueError where one is no whole number, or below zero."""
+    found = tuple(numbers)
+    if wrong := [number for number in found if type(number) is not int or number < 0]:
+        raise ValueError(f"{wrong[0]!r} is no count")
+    return found
 
 
 def is_weight(name: str) -> bool:
