@@ -29,7 +29,7 @@ app = typer.Typer(
 app.add_typer(cli_convert.app, name="convert")
 MOST = 10**9
 """Of anything that the command line counts: larger numbers overflow where they get to."""
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
+errors = Console(stderr=True, markup=False, soft_wrap=True, highlight=False)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file; see configs/ for examples.", metavar="CONFIG.yaml")]
 Overrides = Annotated[
@@ -254,7 +254,7 @@ def preflight(
     shown = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in table(evidence):
         shown.add_row(*row)
-    Console(highlight=False).print(shown)
+    Console(markup=False, highlight=False).print(shown)
     found = list(causes(evidence))
     for number, cause in enumerate(found):
         typer.echo(f"{'most likely' if number == 0 else 'also'}: {cause.name}: {cause.says}")
@@ -283,7 +283,8 @@ def worst(
     shown = Table(*COLUMNS, title=f"step {number}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for row in rows:
         shown.add_row(*(f"{v:.3e}" if isinstance(v, float) else str(v) for v in (row[name] for name in COLUMNS)))
-    Console(highlight=False, soft_wrap=True, width=200).print(shown)  # a line is cut by the terminal, not by us
+    # A line is cut by the terminal, not by us.
+    Console(markup=False, highlight=False, soft_wrap=True, width=200).print(shown)
 
 
 @app.command()
@@ -325,7 +326,7 @@ def _say(line: str) -> None:
 
 
 def _print_plan(cfg: Config, plan: dict[str, list[tuple[str, str, str]]], unchecked: str) -> None:
-    console = Console(highlight=False)
+    console = Console(markup=False, highlight=False)
     console.print(dump(cfg), soft_wrap=True)
     for heading, rows in plan.items():
         table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -27,7 +27,7 @@ app = typer.Typer(
     help="Convert and compare checkpoints on a CPU, in bounded memory: Hugging Face and Megatron's torch_dist.",
     no_args_is_help=True,
 )
-_out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+_out = Console(markup=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
 
 def _absent(name: str) -> Path:

@@ -39,6 +39,16 @@ def test_there_and_back_on_the_command_line(tmp_path: Path) -> None:
     assert "[64, 16]" in listed.stdout
 
 
+@pytest.mark.parametrize("name", ["[bold]z", "runs[/v2]"])
+def test_names_are_printed_as_they_are(tmp_path: Path, name: str) -> None:
+    write_model(tmp_path / "hf")
+    target = tmp_path / name
+    target.parent.mkdir(exist_ok=True)
+    done = run("cast", tmp_path / "hf", target, "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert name in done.stdout
+
+
 def test_other_verbs_on_the_command_line(tmp_path: Path) -> None:
     tensors = write_model(tmp_path / "hf")
     assert run("cast", tmp_path / "hf", tmp_path / "half", "--dtype", "bfloat16").exit_code == 0
