@@ -87,12 +87,14 @@ def check_plan(cfg: Config) -> tuple[HfConfig, str]:
 
 
 def _check_weights(cfg: Config, hf: HfConfig) -> None:
-    """As every rank does before it loads them, from headers alone."""
+    """From headers, as every rank does before it loads them; here alone, once, what a tied output layer holds."""
     from megatron_rl.weights import WeightsError, fp8
+    from megatron_rl.weights.convert.views import check_tied
     from megatron_rl.weights.load import open_hf_weights  # torch, which takes seconds
 
     try:
         tensors = open_hf_weights(hf, cfg.model.path)
+        check_tied(tensors, hf, cfg.model.path)
     except WeightsError as error:
         raise ConfigError(f"model.path: {error}") from error
     found = any(isinstance(tensor, fp8.Dequantised) for tensor in tensors.values())

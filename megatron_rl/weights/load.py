@@ -52,8 +52,8 @@ def load_hf_weights(chunks: Sequence[Any], hf: HfConfig, path: str | Path) -> No
 def open_hf_weights(hf: HfConfig, path: str | Path) -> dict[str, Stored]:
     """Every tensor of `path`/*.safetensors by name, matrices in blocks of fp8 (`fp8`) as such, after a look at headers.
 
-    Every tensor of the checkpoint must belong to the model and every one of the model must be there. Numbers are read
-    only of an output layer that is stored beside the embedding to which it is tied, and of that.
+    Every tensor of the checkpoint must belong to the model and every one of the model must be there; no numbers are
+    read.
 
     Raises:
         WeightsError: unreadable files, missing or left-over tensors, shapes that differ from config.json's, other

@@ -60,6 +60,10 @@ def spoilt(model: Path, folder: Path, spoil: Spoil) -> Path:
         (lambda f, t: t.update(extra=torch.zeros(1)), "extra have no place in a 'qwen3' model"),
         (lambda f, t: f.update(num_hidden_layers=4), r"model\.layers\.2\..* missing"),
         (lambda f, t: f.update(num_hidden_layers=1), r"model\.layers\.1\..* have no place"),
+        (
+            lambda f, t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}),
+            r"lm_head\.weight is not model\.embed_tokens\.weight, though config\.json says tie_word_embeddings=true",
+        ),
         (lambda f, t: f.update(hidden_size=4096), r"has shape \[\d+, 128\] where config\.json says \[\d+, 4096\]"),
         (
             lambda f, t: t.update({LAYER + "self_attn.q_proj.weight": torch.zeros(64, 128)}),

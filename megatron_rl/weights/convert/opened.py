@@ -15,7 +15,7 @@ from megatron_rl.weights import WeightsError
 from megatron_rl.weights.companions import CONFIG, check_tokenizer
 from megatron_rl.weights.convert.tensors import Rows, cast_rows
 from megatron_rl.weights.convert.torch_dist import HF, METADATA, TorchDistReader, find_torch_dist
-from megatron_rl.weights.convert.views import as_hf, check_hf
+from megatron_rl.weights.convert.views import as_hf, check_hf, check_tied
 from megatron_rl.weights.families import family_of
 from megatron_rl.weights.fp8 import SUFFIX, Dequantised, names_in_blocks
 from megatron_rl.weights.reader import SafetensorsReader
@@ -113,6 +113,7 @@ class Opened:
             return dict(as_hf(self.reader.weights(), hf, self.path))
         tensors = self.plain(dtype)
         check_hf(tensors, hf, self.path)
+        check_tied(tensors, hf, self.path)
         return {name: tensors[name] for name in family_of(hf).hf_shapes(hf)}
 
 

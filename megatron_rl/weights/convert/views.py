@@ -26,8 +26,7 @@ def check_hf(tensors: Mapping[str, Rows], hf: HfConfig, where: object) -> None:
     """Whether these are the tensors of the model that `hf` describes: names, shapes, dtypes.
 
     Raises:
-        WeightsError: a tensor is missing, left over, of another shape, or not of floating point; or there is an output
-            layer which is not the embedding that it is tied to.
+        WeightsError: a tensor is missing, left over, of another shape, or not of floating point.
     """
     family, expected = family_of(hf), family_of(hf).hf_shapes(hf)
     if missing := expected.keys() - tensors.keys():
@@ -42,14 +41,26 @@ def check_hf(tensors: Mapping[str, Rows], hf: HfConfig, where: object) -> None:
         )
     for name, shape in expected.items():
         _check(tensors[name], shape, where)
-    if hf.tie_word_embeddings:
-        embedding = tensors[next(iter(expected))]
-        for name in family.tied_names() & tensors.keys():
-            if not _are_equal(tensors[name], embedding):
-                raise WeightsError(
-                    f"{where}: {name} is not {embedding.name}, though config.json says tie_word_embeddings=true; set "
-                    f"it to false if the model has an output layer of its own, or take {name} out of the files"
-                )
+
+
+def check_tied(tensors: Mapping[str, Rows], hf: HfConfig, where: object) -> None:
+    """Whether an output layer that is stored beside the embedding to which it is tied is that embedding. Reads both.
+
+    `tensors` have passed `check_hf`.
+
+    Raises:
+        WeightsError: it is another one.
+    """
+    if not hf.tie_word_embeddings:
+        return
+    family = family_of(hf)
+    embedding = tensors[next(iter(family.hf_shapes(hf)))]
+    for name in family.tied_names() & tensors.keys():
+        if not _are_equal(tensors[name], embedding):
+            raise WeightsError(
+                f"{where}: {name} is not {embedding.name}, though config.json says tie_word_embeddings=true; set it to "
+                f"false if the model has an output layer of its own, or take {name} out of the files"
+            )
 
 
 def _are_equal(first: Rows, second: Rows) -> bool:
