@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -368,6 +369,10 @@ def main() -> None:
         WeightsError,
     ) as error:
         _fail(error, 1)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _fail(error, 2)
 
 
 def _fail(error: Exception, code: int) -> NoReturn:

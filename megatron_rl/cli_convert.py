@@ -67,7 +67,9 @@ DryRun = Annotated[
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="With --dry-run: share the work among so many ranks.")]
 Speed = Annotated[
     float | None,
-    typer.Option("--gb-per-s", min=1e-3, help="With --dry-run: of each rank; default: measured with a small part."),
+    typer.Option(
+        "--gb-per-s", min=1e-3, max=1e6, help="With --dry-run: of each rank; default: measured with a small part."
+    ),
 ]
 ShardSize = Annotated[str, typer.Option("--shard-size", help="Largest safetensors file.")]
 OutDtype = Annotated[
@@ -337,11 +339,12 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool, ranks
     if plan.left_out:
         _out.print(f"left out, since Megatron's model here has no such part: {some_names(set(plan.left_out))}")
     if dry_run:
+        with_weights = any(plan.identity["sources"])
+        if with_weights:
+            check_space(plan.out, plan.size)
         for line in describe(plan, ranks, gb_per_s):
             _out.print(line)
-        if any(plan.identity["sources"]):
-            check_space(plan.out, plan.size)
-        else:
+        if not with_weights:
             _out.print("the weights are not there: planned from config.json alone")
         _out.print(f"dry run: {plan.size:,} bytes of tensors would be written to {plan.out}; nothing was")
         return
@@ -354,7 +357,7 @@ def _do(plan: Conversion, max_memory: str, allow_nan: bool, dry_run: bool, ranks
     _out.print(f"{plan.out}: {plan.size:,} bytes of tensors in {len(plan.target.files)} files{kept}")
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B?", re.I)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?) ?([KMGT]i?)?B?", re.I)
 
 
 def _bytes(text: str, key: str) -> int:

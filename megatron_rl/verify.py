@@ -82,14 +82,21 @@ def verify_log_probs(weights: Path, reference: Path, texts: Sequence[str], toler
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    for side in (weights, reference):
-        open_checkpoint(side)  # what is missing or damaged is said here, in one message
+    # What is missing, damaged or of another model is said here, in one message.
+    theirs_on_disk = open_checkpoint(reference)
     if find_torch_dist(reference) is not None:
         raise WeightsError(
             f"{reference}: a Megatron checkpoint, which transformers cannot read; name the Hugging Face directory to "
             "compare with (--hf)"
         )
-    tokenizer = AutoTokenizer.from_pretrained(reference)
+    theirs_on_disk.as_hf()
+    open_checkpoint(weights, reference).as_hf()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(reference)
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{reference}: no tokenizer that transformers reads ({str(error).splitlines()[0]}); copy it from the model"
+        ) from error
     ids = [torch.tensor(tokenizer(text).input_ids[:MAX_TOKENS]) for text in texts]
     ids = [tokens for tokens in ids if len(tokens) > 1]
     if not ids:

@@ -155,6 +155,47 @@ def test_a_megatron_checkpoint_is_verified_against_a_directory_that_is_named(tmp
     assert "which transformers cannot read; name the Hugging Face directory" in str(refused.exception)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("same", {}, "no tokenizer that transformers reads"),
+        ("other", {"num_hidden_layers": 3}, "holds another model than"),
+        ("bare", None, "bare: no config.json there; copy it from the model"),
+    ],
+)
+def test_a_directory_that_cannot_be_compared_with_is_refused_before_a_model_is_built(
+    tmp_path: Path, name: str, settings: dict[str, int] | None, told: str
+) -> None:
+    write_model(tmp_path / "hf")
+    assert run("hf-to-megatron", tmp_path / "hf", tmp_path / "megatron").exit_code == 0
+    write_model(tmp_path / name, **(settings or {}))
+    (tmp_path / name / "tokenizer.json").unlink()
+    if settings is None:
+        (tmp_path / name / "config.json").unlink()
+    refused = run("verify", tmp_path / "megatron", "--hf", tmp_path / name)
+    assert isinstance(refused.exception, WeightsError), refused.output
+    assert told in str(refused.exception)
+
+
+@pytest.mark.parametrize("verb", [["convert", "inspect"], ["report"], ["worst"], ["ledger"]])
+def test_a_name_that_no_file_system_takes_is_one_message(
+    verb: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["megatron-rl", *verb, "x" * 300])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code in (1, 2)
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_on_the_disk_is_said_before_a_dry_run_plans_it(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf")
+    large = ("--make-vocab-size-divisible-by", 10**12, "--dry-run")
+    refused = run("hf-to-megatron", tmp_path / "hf", tmp_path / "out", *large)
+    assert "GiB free where" in str(refused.exception)
+    assert refused.stdout == ""
+
+
 def test_sizes_are_read_with_their_units() -> None:
     assert [_bytes(text, "x") for text in ("7", "2kB", "1.5MiB", "8GiB", "5GB", "1 T")] == [
         7,
@@ -166,6 +207,8 @@ def test_sizes_are_read_with_their_units() -> None:
     ]
     with pytest.raises(ConfigError, match="--max-memory=much: not a size; write 512MiB"):
         _bytes("much", "--max-memory")
+    with pytest.raises(ConfigError, match="9: not a size"):
+        _bytes("9" * 400, "--max-memory")
 
 
 def test_less_memory_than_blocks_need_is_refused(tmp_path: Path) -> None:
