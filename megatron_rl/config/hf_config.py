@@ -44,6 +44,10 @@ _SHAPE = (
     "tie_word_embeddings",
     "qkv_bias",
     "qk_norm",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rotary_percent",
 )
 
 
@@ -77,7 +81,7 @@ class HfConfig:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What decides which weights there are, and of which size: two models that differ here cannot swap weights."""
+        """What weights there are, of which size, and what is computed with them: models that differ swap none."""
         parts = {name: asdict(part) for name, part in (("moe", self.moe), ("mla", self.mla)) if part is not None}
         return {name: getattr(self, name) for name in _SHAPE} | json.loads(json.dumps(parts))
 

@@ -71,6 +71,9 @@ def test_a_rerun_after_a_correction_of_config_json_begins_anew(
         ({"num_key_value_heads": 4}, "num_query_groups 2 there, 4 here"),
         ({"num_hidden_layers": 1}, "num_layers 2 there, 1 here"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings False there, True here"),
+        ({"rope_theta": 50.0}, r"rope_theta 10000\.0 there, 50\.0 here"),
+        ({"rms_norm_eps": 0.1}, r"rms_norm_eps 1e-06 there, 0\.1 here"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling None there, {.*'factor': 2.0.*} here"),
     ],
 )
 @pytest.mark.parametrize("recorded", ["hf", "manifest"])
