@@ -98,7 +98,7 @@ class RouteFiles:
         for step, name in steps.items():
             # The newest may belong to a checkpoint that is being written.
             if step == max(steps) or (self._checkpoints / f"step-{step:06d}").is_dir():
-                saved.update(orjson.loads(regular(self._store.folder / name).read_bytes()))
+                saved.update(_read_list(self._store.folder / name))
             else:
                 self._unlink([name])
         return [name for name in names if _OF_GROUP.match(name)], saved
@@ -121,6 +121,14 @@ class RouteFiles:
     def _unlink(self, names: Iterable[str]) -> None:
         for name in names:
             (self._store.folder / name).unlink(missing_ok=True)
+
+
+def _read_list(file: Path) -> list[str]:
+    """Raises OSError for what is no list: what its checkpoint refers to is not known then, and nothing may go."""
+    try:
+        return list(orjson.loads(regular(file).read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise OSError(f"{file}: not a list of files ({error}); they all stay while its checkpoint does") from error
 
 
 def discard_lists_after(run_dir: Path, step: int) -> None:

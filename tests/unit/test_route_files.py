@@ -200,6 +200,20 @@ def test_what_a_dead_run_left_goes_and_what_its_checkpoint_refers_to_stays(tmp_p
     assert len(resumed.there) == 1
 
 
+@pytest.mark.parametrize("content", [b"", b'["s0', b"3"])
+def test_nothing_goes_while_a_list_of_a_kept_checkpoint_cannot_be_read(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(tmp_path)
+    rig.grow(rig.begin(rig.fresh()))
+    rig.checkpoint(3)
+    (tmp_path / "routes" / "saved-000003.json").write_bytes(content)
+    resumed = Rig(tmp_path)
+    asyncio.run(resumed.files.remove())
+    assert resumed.there == rig.there
+    assert "saved-000003.json: not a list of files" in caplog.text
+
+
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_forgets_what_later_ones_referred_to(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     first, second = rig.begin(rig.fresh()), rig.begin(rig.fresh())
